@@ -281,9 +281,9 @@ class LatentDiffusion(ComposerModel):
         return torch.autocast(device_type, dtype=self._autocast_dtype)
 
     def _frozen_autocast(self) -> contextlib.AbstractContextManager:
-        """No autocast around encoders of which some are wide in a run of fp16: it would cast these to float16."""
-        is_wide = self._autocast_dtype is torch.float16 and bool(self.encoders.wide)
-        return torch.autocast(self.device.type, enabled=False) if is_wide else contextlib.nullcontext()
+        """No autocast around encoders of which some stay float32: it would cast these too."""
+        is_mixed = self._autocast_dtype is not None and self.encoders.are_mixed(self._autocast_dtype)
+        return torch.autocast(self.device.type, enabled=False) if is_mixed else contextlib.nullcontext()
 
     # --- generating ---
 
@@ -388,7 +388,8 @@ def build_model(
         empty_states: of the empty caption, see LatentDiffusion. With them no encoder is built: for batches that need none.
     """
     family = load_family(config.family, config.preset, config.variant)
-    encoders = FrozenEncoders({}, []) if empty_states is not None else build_encoders(family, config.weights)
+    built = empty_states is None
+    encoders = build_encoders(family, config.weights, config.vae_precision) if built else FrozenEncoders({}, [])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         denoiser = family.build_denoiser() if has_denoiser else on_meta(family.build_denoiser)
@@ -409,10 +410,12 @@ def build_model(
 
 
 def zero_states(family: Family, size: ImageSize) -> dict[str, Tensor]:
-    """Return zeros in place of the empty caption's states, (1, L, D) or (1, P), where they do not matter."""
+    """Return zeros in place of the empty caption's states, (1, L, D) or (1, P), where they do not matter; its mask does."""
     others = {"moments", *family.beside(size), *family.further(size)}
     columns = family.columns("moments", size, stored_text=True)
-    return {name: torch.zeros(1, *column.shape) for name, column in columns.items() if name not in others}
+    states = {name: torch.zeros(1, *column.shape) for name, column in columns.items() if name not in others}
+    # HunyuanVideo takes the mean over a caption's tokens: a mask without any gives 0 / 0.
+    return states | family.text_mask(family.tokenize([""]))
 
 
 def weights_dtype(precision: str) -> torch.dtype:

@@ -128,7 +128,7 @@ class Encoder:
             self.device = torch.device("cpu")
         self.family = load_family(config.family, config.preset, config.variant)
         self.image_dtype = self.family.columns(self.family.pictures, size)[self.family.pictures].dtype
-        self.encoders = build_encoders(self.family, config.weights)
+        self.encoders = build_encoders(self.family, config.weights, config.vae_precision)
         if tiling:
             self.encoders.modules["vae"].enable_tiling()
         self.empty_text = self.family.tokenize([""])

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from cli.limits import ImageSize
 
 SDXL_PX = 1024
-# Portrait sizes, (width, height); their landscape counterparts follow, but for 704 x 1344, which the paper's table has not.
-PORTRAIT = [(512, 2048), (512, 1984), (512, 1920), (512, 1856), (576, 1792), (576, 1728), (576, 1664), (640, 1600)]
-PORTRAIT += [(640, 1536), (704, 1472), (704, 1408), (704, 1344), (768, 1344), (768, 1280), (832, 1216), (832, 1152)]
-PORTRAIT += [(896, 1152), (896, 1088), (960, 1088), (960, 1024)]
-LANDSCAPE = [(height, width) for width, height in PORTRAIT if (width, height) != (704, 1344)]
+# Landscape sizes, (width, height); the paper's columns are height and width. Each has its portrait counterpart there, but for
+# 1344 x 704.
+LANDSCAPE = [(2048, 512), (1984, 512), (1920, 512), (1856, 512), (1792, 576), (1728, 576), (1664, 576), (1600, 640)]
+LANDSCAPE += [(1536, 640), (1472, 704), (1408, 704), (1344, 704), (1344, 768), (1280, 768), (1216, 832), (1152, 832)]
+LANDSCAPE += [(1152, 896), (1088, 896), (1088, 960), (1024, 960)]
+PORTRAIT = [(height, width) for width, height in LANDSCAPE if (width, height) != (1344, 704)]
 SDXL = (*PORTRAIT, (SDXL_PX, SDXL_PX), *reversed(LANDSCAPE))
 
 

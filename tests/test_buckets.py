@@ -54,9 +54,13 @@ def sorted_(images) -> Path:
 
 
 def test_the_sizes_are_those_of_the_paper_and_hold_as_many_pixels():
+    from diffusers.pipelines.pixart_alpha.pipeline_pixart_alpha import ASPECT_RATIO_1024_BIN
+
     assert len(set(SDXL)) == 40 and (1024, 1024) in SDXL and bucket_sizes(1024, step_px=64) == list(SDXL)
     assert all(0.9 * 1024**2 <= width * height <= 1024**2 and width % 64 == height % 64 == 0 for width, height in SDXL)
-    assert {(h, w) for w, h in SDXL} - set(SDXL) == {(1344, 704)}  # the paper's table has 704 x 1344 alone
+    of_pixart = {(int(width), int(height)) for height, width in ASPECT_RATIO_1024_BIN.values()}
+    assert len(of_pixart) == 33 and of_pixart < set(SDXL)  # PixArt is trained in most sizes of the paper's table
+    assert set(SDXL) - {(h, w) for w, h in SDXL} == {(1344, 704)}  # the table has no height of 1344 and width of 704
     assert (576, 448) in bucket_sizes(512, step_px=8)
     assert max(max(size) / min(size) for size in bucket_sizes(512, step_px=8, max_aspect=2.0)) == 2.0
 

@@ -302,6 +302,24 @@ def test_what_a_trial_on_a_cpu_leaves_out_is_said_and_recorded(tmp_path, capsys)
     assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["attention"] == "auto"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300, func_only=True)
+@pytest.mark.usefixtures("quick_estimate")
+@pytest.mark.parametrize(
+    "recipe", [*sorted((ROOT / "yamls").glob("*_synthetic*.yaml")), "shapes"], ids=lambda recipe: Path(recipe).stem
+)
+def test_a_recipe_stays_finite_where_half_of_its_captions_are_dropped(recipe, tmp_path):
+    """In batches of one, whose caption is then the empty one alone; in small, since sizes do not matter to it."""
+    own = ["data.synthetic=true", "model.family=shapes"] if recipe == "shapes" else [str(recipe)]
+    family = "shapes" if recipe == "shapes" else yaml.safe_load(recipe.read_text())["model"]["family"]
+    frames = [f"num_frames={size[2]}"] if len(size := with_frames(family, (64, 64))) > 2 else []
+    words = [*own, *TINY_RUN, *frames, "compile=off", "attention=auto", "sharding=off", "global_batch_size=1"]
+    words += ["device_train_microbatch_size=1", "max_duration=40ba", "measure.window_batches=1"]
+    assert benchmark.main([*words, "objective.caption_dropout=0.5", f"run_folder={tmp_path}", "run_name=a"]) == 0
+    losses = [line["loss"] for line in lines(tmp_path / "a")]
+    assert len(losses) == 40 and all(0.0 < loss < 10.0 for loss in losses)
+
+
 # --- a run ---
 
 

@@ -14,7 +14,8 @@ from test_plan import lines
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import benchmark
-from model import LatentDiffusion, build_model
+from model import AUTOCAST_DTYPES, LatentDiffusion, build_model
+from prepare.encoder import Encoder
 from record.checkpoint_files import FULL, listed, read
 from training import cost
 from training.cost import Cost, measure_cost
@@ -46,14 +47,37 @@ def step(model: LatentDiffusion) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "variant"), MEMBERS)
 def test_no_encoder_whose_values_float16_cannot_hold_is_in_it(name, variant):
-    """SDXL's VAE overflows (diffusers: force_upcast), T5's states are clipped (diffusers' page of FLUX, "fp16 inference")."""
-    wide = {"sdxl": {"vae"}, "flux": {"t5"}, "mochi": {"t5"}, "wan": {"umt5"}}.get(name, set())
-    model = build(ModelConfig(name, "tiny", variant, weights="random"))
-    for precision, usual in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        model.place(torch.device("cpu"), precision)
-        types = {label: {p.dtype for p in module.parameters()} for label, module in model.frozen.items()}
-        is_wide = {label for label in types if precision == "fp16" and label in wide}
-        assert types == {label: {torch.float32 if label in is_wide else usual} for label in types}
+    """T5's states are clipped (diffusers' page of FLUX, "fp16 inference"); SDXL's and Wan's VAE are float32 in any run."""
+    wide, exact = {"flux": {"t5"}, "mochi": {"t5"}, "wan": {"umt5"}}.get(name, set()), {"sdxl", "wan"} & {name}
+    for vae in (None, "fp32", "run"):
+        model = build(ModelConfig(name, "tiny", variant, weights="random", vae_precision=vae))
+        is_exact = {"vae"} if vae == "fp32" or (vae is None and exact) else set()
+        for precision, usual in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
+            model.place(torch.device("cpu"), precision)
+            types = {label: {p.dtype for p in module.parameters()} for label, module in model.frozen.items()}
+            own = is_exact | (wide if precision == "fp16" else set())
+            assert types == {label: {torch.float32 if label in own else usual} for label in types}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_moments_and_images_of_sdxl_are_those_of_float32_in_a_run_of_two_bytes(precision):
+    """In training and evaluation under Composer's autocast, which would compute in the run's type, and in prepare.latents."""
+    config = ModelConfig("sdxl", "tiny", weights="random")
+    exact, ours = build(config).place(torch.device("cpu"), "fp32"), build(config).place(torch.device("cpu"), precision)
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randint(0, 256, (2, 3, 64, 96), generator=generator, dtype=torch.uint8)
+    expected = exact.encode_pictures(pictures)["moments"]
+    with torch.autocast("cpu", AUTOCAST_DTYPES[precision]), torch.no_grad():
+        found, rounded = ours.encode_pictures(pictures)["moments"], exact.frozen["vae"].encode(pictures / 127.5 - 1)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(rounded.latent_dist.parameters.float(), expected, rtol=1e-3, atol=1e-4)
+    ways = dict(size=SIZE, normalize="symmetric", batch_size=2, store_text=False)
+    prepared = Encoder(config, precision=precision, **ways).columns_of(pictures)["moments"]
+    torch.testing.assert_close(
+        torch.from_numpy(prepared).float(), expected, rtol=2**-10, atol=1e-6
+    )  # stored in float16
+    latents = exact.family.sample_latents(expected, torch.zeros(2, *exact.latent_shape))
+    torch.testing.assert_close(ours._decode(latents), exact._decode(latents))
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "under Composer's autocast"])

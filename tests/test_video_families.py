@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from model import LatentDiffusion, build_model
 from training import warm_start
-from weights.clip_vision import MEAN, STD
+from weights.clip_vision import MEAN, STD, covering_size
 from weights.llama_text import PAD
 from weights.tensors import on_meta
 from zoo import load_family, tokenizer_files
@@ -68,33 +70,47 @@ def with_more_layers(own: Any, depth: int) -> Any:
     return theirs
 
 
+def t5_of(model: LatentDiffusion, folder: Path) -> dict[str, Any]:
+    """Return transformers' own T5 or UMT5 with a model's weights, and its tokenizer."""
+    from transformers import PreTrainedTokenizerFast, T5EncoderModel, UMT5EncoderModel
+
+    is_wan = model.family.name == "wan"
+    own = model.frozen["umt5" if is_wan else "t5"]
+    theirs = (UMT5EncoderModel if is_wan else T5EncoderModel)(own.config).eval()
+    theirs.load_state_dict({**own.state_dict(), "encoder.embed_tokens.weight": own.shared.weight})
+    model.family.save_tokenizers(folder)
+    return dict(text_encoder=theirs, tokenizer=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"))
+
+
 # --- drawing ---
 
 
-def test_videos_of_mochi_are_those_of_diffusers_pipeline():
-    """Times that run backwards, spaced by its rule; masks; means and deviations of the latents; diffusers' own attention."""
-    from diffusers import MochiPipeline
+def with_diffusers_attention(model: LatentDiffusion) -> LatentDiffusion:
+    """Give Mochi's blocks diffusers' own attention, which takes the hidden tokens out."""
     from diffusers.models.attention_processor import MochiAttnProcessor2_0
 
-    model, noise = tiny("mochi"), noise_of(tiny("mochi"))
-    text = model.family.tokenize(CAPTIONS[::2])
-    made = model.generate(text, noise, sampler="euler", steps=STEPS, guidance=4.5)
     for block in model.denoiser.transformer_blocks:
         block.attn1.processor = MochiAttnProcessor2_0()
-    vae, net = model.frozen["vae"], model.denoiser
+    return model
+
+
+@pytest.mark.parametrize(("caption", "guidance"), [(CAPTIONS[0], 4.5), (CAPTIONS[2], 1.0), ("", 1.0)])
+def test_videos_of_mochi_are_those_of_diffusers_pipeline(caption, guidance, tmp_path):
+    """Times that run backwards, spaced by its rule; means and deviations of the latents; diffusers' own text and attention.
+
+    Of an empty caption no token is seen, as in Genmo's own code: diffusers has a setting for it.
+    """
+    from diffusers import MochiPipeline
+
+    model, noise = tiny("mochi"), noise_of(tiny("mochi"), 1)
+    made = model.generate(model.family.tokenize([caption]), noise, sampler="euler", steps=STEPS, guidance=guidance)
     scheduler = scheduler_of(1.0, invert_sigmas=True)  # scheduler/scheduler_config.json
-    pipeline = MochiPipeline(scheduler=scheduler, vae=vae, text_encoder=None, tokenizer=None, transformer=net)
-    states, empty = (
-        model.family.encode_text(model.frozen, model.family.tokenize(c)) for c in (CAPTIONS[::2], ["", ""])
+    parts = dict(
+        transformer=with_diffusers_attention(model).denoiser, vae=model.frozen["vae"], **t5_of(model, tmp_path)
     )
-    given = {
-        "prompt_embeds": states["text"],
-        "prompt_attention_mask": states["mask"].bool(),
-        "negative_prompt_embeds": empty["text"],
-        "negative_prompt_attention_mask": empty["mask"].bool(),
-    }
-    theirs = call(pipeline, model, noise, guidance_scale=4.5, **given)
-    assert made.shape == theirs.shape == (2, 3, 13, 32, 48) and float((made - theirs).abs().max()) < 2e-5
+    pipeline = MochiPipeline(scheduler=scheduler, force_zeros_for_empty_prompt=True, **parts)
+    theirs = call(pipeline, model, noise, guidance_scale=guidance, prompt=[caption])
+    assert made.shape == theirs.shape == (1, 3, 13, 32, 48) and float((made - theirs).abs().max()) < 2e-5
 
 
 def test_videos_of_hunyuan_video_are_those_of_diffusers_pipeline():
@@ -129,7 +145,10 @@ def test_videos_of_wan_are_those_of_diffusers_pipelines(variant):
     states, empty = (model.family.encode_text(model.frozen, tokens)["text"] for tokens in (text, negative))
     given: dict[str, Any] = dict(prompt_embeds=states, negative_prompt_embeds=empty, guidance_scale=5.0)
     parts: dict[str, Any] = dict(
-        text_encoder=None, tokenizer=None, vae=model.frozen["vae"], scheduler=scheduler_of(3.0)
+        text_encoder=None,
+        tokenizer=None,
+        vae=model.frozen["vae"],
+        scheduler=scheduler_of(5.0 if variant == "t2v" else 3.0),
     )
     beside = None
     if variant == "t2v":
@@ -156,6 +175,20 @@ def test_image_to_video_is_not_drawn_without_a_picture():
     model = tiny("wan", "i2v")
     with pytest.raises(ValueError, match="^wan draws what follows a picture: first_frame, image_states is not"):
         model.generate(model.family.tokenize([""]), noise_of(model, 1), sampler="euler", steps=2, guidance=1.0)
+
+
+def test_the_shift_of_wan_is_that_of_its_authors_program():
+    """generate.py: 5, but 3 for image to video of 832 x 480 px, either way round."""
+    for variant, size, shift in (
+        ("i2v", (832, 480), 3.0),
+        ("i2v", (480, 832), 3.0),
+        ("i2v", (1280, 720), 5.0),
+        ("t2v", (832, 480), 5.0),
+        ("t2v", (1280, 720), 5.0),
+        ("t2v_1.3b", (832, 480), 5.0),
+    ):
+        family = load_family("wan", "tiny", variant)
+        assert family.sampling_shift(family.latent_shape((*size, 81))) == shift
 
 
 def test_times_of_mochis_sampling_are_those_of_its_pipeline():
@@ -192,6 +225,37 @@ def test_a_step_of_mochi_trains_towards_data_with_its_times_backwards():
     torch.testing.assert_close(outputs["prediction"], -predicted, rtol=1e-5, atol=1e-5)
     expected = torch.nn.functional.mse_loss(predicted, data - batch["noise"])
     assert float(model.loss(outputs, batch).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("source", ["videos", "moments", "stored text"])
+def test_of_a_dropped_caption_mochi_sees_no_token(source):
+    """Genmo's demos/fine_tuner/train.py zeroes its states and its mask, its end token's too; the gradient is the oracle."""
+    model, generator = tiny("mochi"), torch.Generator().manual_seed(3)
+    videos = torch.randint(0, 256, (2, 3, 13, 32, 48), generator=generator, dtype=torch.uint8)
+    tokens, moments = model.family.tokenize(CAPTIONS[::2]), model.encode_pictures(videos)["moments"]
+    states = model.family.encode_text(model.frozen, tokens)
+    seen = {"videos": videos} if source == "videos" else {"moments": moments}
+    batch = model.draw({**seen, **(states if source == "stored text" else tokens)}, generator)
+    batch["caption_dropped"] = torch.tensor([True, False])
+    model.loss(model(batch), batch).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    data = model.family.sample_latents(moments, batch["posterior_noise"])
+    t, is_kept = batch["times"][:, None, None, None, None], ~batch["caption_dropped"]
+    predicted = (
+        with_diffusers_attention(model)
+        .denoiser(
+            (1 - t) * data + t * batch["noise"],
+            encoder_hidden_states=states["text"] * is_kept[:, None, None],
+            timestep=1000 * (1 - batch["times"]),
+            encoder_attention_mask=states["mask"].bool() & is_kept[:, None],
+        )
+        .sample
+    )
+    torch.nn.functional.mse_loss(predicted, data - batch["noise"]).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "variant"), [("mochi", "stock"), ("hunyuan_video", "stock"), ("wan", "i2v")])
@@ -241,15 +305,9 @@ def test_masked_attention_of_mochi_is_diffusers_own_where_a_caption_has_words():
 def test_states_of_captions_are_those_of_the_pipelines(name, tmp_path):
     """Their own tokenizer and classes around the same weights: padding is not seen, nor, with Wan, kept."""
     from diffusers import MochiPipeline, WanPipeline
-    from transformers import PreTrainedTokenizerFast, T5EncoderModel, UMT5EncoderModel
 
     model = tiny(name, "t2v" if name == "wan" else "stock")
-    own = model.frozen["umt5" if name == "wan" else "t5"]
-    theirs = (UMT5EncoderModel if name == "wan" else T5EncoderModel)(own.config).eval()
-    theirs.load_state_dict({**own.state_dict(), "encoder.embed_tokens.weight": own.shared.weight})
-    model.family.save_tokenizers(tmp_path)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
-    parts: dict[str, Any] = dict(vae=None, transformer=None, scheduler=None, text_encoder=theirs, tokenizer=tokenizer)
+    parts: dict[str, Any] = dict(vae=None, transformer=None, scheduler=None, **t5_of(model, tmp_path))
     ways = dict(max_sequence_length=model.family.num_tokens, device=CPU)
     with torch.no_grad():
         ours = model.family.encode_text(model.frozen, model.family.tokenize(CAPTIONS))
@@ -257,6 +315,7 @@ def test_states_of_captions_are_those_of_the_pipelines(name, tmp_path):
             expected = WanPipeline(**parts)._get_t5_prompt_embeds(CAPTIONS, **ways)
         else:
             expected, mask = MochiPipeline(**parts)._get_t5_prompt_embeds(CAPTIONS, **ways)
+            mask[1] = False  # that of the empty one, see test_videos_of_mochi_are_those_of_diffusers_pipeline
             assert torch.equal(ours["mask"].bool(), mask)
     torch.testing.assert_close(ours["text"], expected, rtol=1e-5, atol=1e-5)
 
@@ -318,11 +377,26 @@ def test_states_of_a_first_frame_are_those_of_clip_before_its_last_layer():
         assert own(pixels.float() / 127.5 - 1).shape == expected.shape == (1, 5, 8)
 
 
+def test_a_first_frame_is_scaled_to_the_size_that_transformers_gives_it():
+    """In float arithmetic, side / shorter * longer falls just below a whole number at some sizes, and rounds to one less."""
+    from transformers.image_transforms import get_resize_output_image_size
+
+    sides = range(16, 1297, 16)
+    for size in itertools.product(sides, sides):
+        image = np.empty((3, *size), np.uint8)
+        expected = get_resize_output_image_size(image, 224, default_to_square=False, input_data_format="channels_first")
+        assert covering_size(size, 224) == expected, size
+
+
 # --- published folders ---
 
 
-def published(name: str, folder: Path) -> tuple[LatentDiffusion, Path]:
-    """Write a tiny model's networks as their makers publish them, by the libraries' own classes; return the model too."""
+def published(name: str, folder: Path, *, has_prefix: bool = False) -> tuple[LatentDiffusion, Path]:
+    """Write a tiny model's networks as their makers publish them, by the libraries' own classes; return the model too.
+
+    Args:
+        has_prefix: CLIP's tensors are named as transformers 4 did it, `text_model.` or `vision_model.` before each.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import CLIPTextModel, T5EncoderModel, UMT5EncoderModel
 
@@ -334,7 +408,7 @@ def published(name: str, folder: Path) -> tuple[LatentDiffusion, Path]:
         with_more_layers(frozen["llama"]._whole[0], 4).save_pretrained(folder / "text_encoder")
         text = CLIPTextModel(frozen["text"].config)
         text.load_state_dict({n.removeprefix("text_model."): t for n, t in frozen["text"].state_dict().items()})
-        text.save_pretrained(folder / "text_encoder_2")
+        save_clip(text, folder / "text_encoder_2", "text_model." if has_prefix else "")
         tokenizer_files.save_clip(folder / "tokenizer_2", tokenizer_files.CLIP_END)
         words = Tokenizer(models.WordLevel({"<unk>": 0, "red": 5, "circle": 6, "user": 7}, unk_token="<unk>"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -349,19 +423,26 @@ def published(name: str, folder: Path) -> tuple[LatentDiffusion, Path]:
     if name == "wan":
         clip = frozen["clip"].vision_model
         whole = with_more_layers(clip, clip.config.num_hidden_layers + 1)
-        (folder / "image_encoder").mkdir()
-        whole.config.to_json_file(folder / "image_encoder" / "config.json")
-        tensors = {
-            f"vision_model.{n}": t.contiguous() for n, t in whole.state_dict().items()
-        }  # as transformers 4 wrote it
-        save_file(tensors, folder / "image_encoder" / "model.safetensors", metadata={"format": "pt"})
+        save_clip(whole, folder / "image_encoder", "vision_model." if has_prefix else "")
     return model, folder
 
 
-@pytest.mark.parametrize("name", ["mochi", "hunyuan_video", "wan"])
-def test_encoders_and_denoiser_are_read_from_a_folder_as_it_is_published(name, tmp_path):
+def save_clip(model: Any, folder: Path, prefix: str) -> None:
+    """Save one of CLIP's networks as transformers 5 does it, or with a prefix as transformers 4 did, and its position_ids."""
+    model.save_pretrained(folder)
+    if prefix:
+        tensors = {f"{prefix}{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+        tensors[f"{prefix}embeddings.position_ids"] = torch.arange(5)[None]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "has_prefix"),
+    [("mochi", False), ("hunyuan_video", False), ("hunyuan_video", True), ("wan", False), ("wan", True)],
+)
+def test_encoders_and_denoiser_are_read_from_a_folder_as_it_is_published(name, has_prefix, tmp_path):
     """Layers that nobody reads are left out; another variant's denoiser, or a folder without a part, is refused by name."""
-    model, folder = published(name, tmp_path)
+    model, folder = published(name, tmp_path, has_prefix=has_prefix)
     config = ModelConfig(name, "tiny", "i2v" if name == "wan" else "stock", weights=str(folder), denoiser=str(folder))
     assert [problem.text for problem in model_problems(config, SIZE, encoders_wanted=True)] == []
     assert warm_start.problems(config, "flow") == []

@@ -5,7 +5,6 @@ Published weights and transformers 4 name the tensors text_model.*; transformers
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import CLIPTextConfig
 
-PREFIX = "text_model."
 NUM_TOKENS = 77
 VOCABULARY = 49408  # of CLIP's byte-pair encoder
 END_TOKEN = VOCABULARY - 1
@@ -97,15 +95,3 @@ def draw_weights(model: nn.Module, config: CLIPTextConfig) -> None:
         ):
             nn.init.normal_(linear.weight, std=std)
             nn.init.zeros_(linear.bias)
-
-
-def stored_name(name: str, names: Collection[str], before: str = "") -> str:
-    """Return a tensor's name in a file: without `text_model.` if transformers 5 wrote the file.
-
-    Args:
-        name: our name, with the file's prefix.
-        names: all names in the file.
-        before: the file's prefix, e.g. "cond_stage_model.transformer.".
-    """
-    bare = before + name.removeprefix(before).removeprefix(PREFIX)
-    return bare if name not in names and bare in names else name

@@ -5,6 +5,7 @@ Wan's image-to-video model (Wan Team 2025, arXiv:2503.20314) is told its first f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,11 +45,15 @@ class ClipVision(nn.Module):
     def prepared(self, images: Tensor) -> Tensor:  # (B, 3, H, W) in [-1, 1] -> (B, 3, side, side)
         """Resize and normalise as transformers' CLIPImageProcessor does, which also rounds to bytes."""
         side = self.config.image_size
-        height, width = images.shape[-2:]
-        scale = side / min(height, width)
-        covering = (max(side, int(height * scale)), max(side, int(width * scale)))
+        covering = covering_size(images.shape[-2:], side)
         images = F.interpolate(images.float(), covering, mode="bicubic", antialias=True, align_corners=False)
         top, left = (covering[0] - side) // 2, (covering[1] - side) // 2
         unit = ((images[..., top : top + side, left : left + side] + 1.0) / 2.0).clamp(0.0, 1.0)
         mean, std = (torch.tensor(value, device=unit.device)[:, None, None] for value in (MEAN, STD))
         return (unit - mean) / std
+
+
+def covering_size(size: Sequence[int], side: int) -> tuple[int, int]:
+    """Return (height, width) of an image scaled so that its shorter side is `side`; the longer one is rounded down."""
+    height, width = size
+    return (side * height // min(size), side * width // min(size))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weights.clip_text import END_TOKEN, stored_name
+from weights.clip_text import END_TOKEN
 from weights.files import WeightsFile, open_sharded, open_weights, shown, weight_files
 from weights.hub_names import place
 from weights.ldm_names import (
@@ -33,6 +33,7 @@ from weights.ldm_names import (
     Source,
     clip_text,
     open_clip_text,
+    stored_name,
     unet,
     vae,
 )

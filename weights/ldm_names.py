@@ -32,7 +32,10 @@ from weights.llama_text import NUM_UNREAD
 OPEN_CLIP_PREFIX, CLIP_PREFIX = "cond_stage_model.model.", "cond_stage_model.transformer."
 SDXL_PREFIX = "conditioner.embedders."
 NOTHING = re.compile(r"(?!)")
-POSITION_IDS = re.compile(r"(text_model\.)?embeddings\.position_ids")  # 0 .. 76; stored only by old transformers
+CLIP_PART = re.compile(r"(text|vision)_model\.")  # begins the names in published weights; transformers 5 leaves it out
+POSITION_IDS = re.compile(
+    rf"({CLIP_PART.pattern})?embeddings\.position_ids"
+)  # 0 .. 76; stored only by old transformers
 
 # Keys of config.json that no tensor's shape shows
 VAE_FACTS = ("scaling_factor", "shift_factor", "norm_num_groups", "act_fn")
@@ -302,7 +305,7 @@ def clip_vision(module: nn.Module) -> Network:
     """Return the place of Wan's image encoder, whose last layer is not read; only folders are read."""
     depth = module.config.num_hidden_layers
     last = "|".join(str(depth + more) for more in range(UNREAD_OF_CLIP))
-    unused = re.compile(rf"vision_model\.(encoder\.layers\.({last})\..*|embeddings\.position_ids)")
+    unused = re.compile(rf"({CLIP_PART.pattern})?encoder\.layers\.({last})\..*")
     return _in_folder("image_encoder", TRANSFORMERS, ("num_attention_heads", "hidden_act"), unused=unused)(module)
 
 
@@ -402,6 +405,19 @@ def _flux_source(name: str) -> Source:
     if is_single and ".proj_mlp." in name:
         return Source(place, 3, _OF_SINGLE_BLOCK, span=4)
     return Source(place, turned="halves" if place.startswith("final_layer.adaLN") else None)
+
+
+def stored_name(name: str, names: Collection[str], before: str = "") -> str:
+    """Return a tensor's name in a file: without CLIP_PART if transformers 5 wrote the file.
+
+    Args:
+        name: our name, with the file's prefix.
+        names: all names in the file.
+        before: the file's prefix, e.g. "cond_stage_model.transformer.".
+    """
+    rest = name.removeprefix(before)
+    bare = before + rest[match.end() if (match := CLIP_PART.match(rest)) else 0 :]
+    return bare if name not in names and bare in names else name
 
 
 def as_ldm(networks: Iterable[tuple[nn.Module, Network]]) -> dict[str, Tensor]:

@@ -23,24 +23,39 @@ class FrozenEncoders:
     """Holds encoders in eval mode and without gradients, outside any module tree.
 
     Args:
-        wide: see `Family.wide_encoders`.
+        wide, exact: see `Family.wide_encoders` and `Family.exact_encoders`.
 
     Attributes:
         fingerprints: encoder -> digest of its weights, taken before `to` casts them; none on the meta device.
         notes: remarks about the weights for the user.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], notes: list[str], wide: Collection[str] = ()):
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        notes: list[str],
+        wide: Collection[str] = (),
+        exact: Collection[str] = (),
+    ):
         self.modules = {name: module.eval().requires_grad_(False) for name, module in modules.items()}
-        self.notes, self.wide = notes, wide
+        self.notes, self.wide, self.exact = notes, wide, exact
         on_meta = any(p.is_meta for module in modules.values() for p in module.parameters())
         self.fingerprints = {} if on_meta else {name: fingerprint(module) for name, module in modules.items()}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move and cast all of them. Wide ones are float32 where the others are float16."""
+        """Move and cast all of them, exact and wide ones to the type of their own."""
         for name, module in self.modules.items():
-            own = torch.float32 if dtype == torch.float16 and name in self.wide else dtype
-            nn.Module.to(module, device=device, dtype=own)  # not diffusers' own `to`, which warns of every cast
+            # not diffusers' own `to`, which warns of every cast
+            nn.Module.to(module, device=device, dtype=self.type_of(name, dtype))
+
+    def type_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the type of one of them in a run of `dtype`."""
+        is_own = name in self.exact or (dtype == torch.float16 and name in self.wide)
+        return torch.float32 if is_own else dtype
+
+    def are_mixed(self, dtype: torch.dtype) -> bool:
+        """Say whether some of them are of another type in a run of `dtype`."""
+        return any(self.type_of(name, dtype) != dtype for name in self.modules)
 
     @property
     def device(self) -> torch.device:
@@ -83,10 +98,11 @@ def need_of_denoiser(family: Family) -> hub.Need:
     return hub.Need(((network.folder, network.stems),), more=more, instead=instead)
 
 
-def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:
+def build_encoders(family: Family, weights: str | None, vae_precision: str | None = None) -> FrozenEncoders:
     """Build a family's encoders on the CPU, in float32.
 
     Args:
+        vae_precision: the type to which `to` casts the autoencoder, see ModelConfig.
         weights: a diffusers folder, an LDM checkpoint, or a name of the hub that was fetched; "shipped": ours; "random";
             None: `own_weights`.
 
@@ -96,16 +112,24 @@ def build_encoders(family: Family, weights: str | None) -> FrozenEncoders:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(RANDOM_SEED)
         modules = family.build_encoders()
-    weights = weights or own_weights(family)
-    if weights == RANDOM:
-        return FrozenEncoders(modules, [], family.wide_encoders)
+    weights, notes = weights or own_weights(family), []
+    if weights != RANDOM:
+        notes = _load(family, weights, modules)
+    exact = set(family.exact_encoders)
+    if vae_precision is not None:
+        exact = exact | {"vae"} if vae_precision == "fp32" else exact - {"vae"}
+    return FrozenEncoders(modules, notes, family.wide_encoders, exact)
+
+
+def _load(family: Family, weights: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Copy weights into a family's encoders, and read their tokenizers; return notes for the user. Raises ConfigError."""
     try:
         if weights == SHIPPED:
             ldm.load(_shipped_folder(family), _placed(family, modules))  # stored as they were trained: no notes
-            return FrozenEncoders(modules, [], family.wide_encoders)
+            return []
         notes = ldm.load(weights, _placed(family, modules))
         family.read_tokenizers(place(weights))
-        return FrozenEncoders(modules, notes, family.wide_encoders)
+        return notes
     except ValueError as error:
         raise ConfigError([f"model.weights: {line}" for line in str(error).splitlines()]) from error
 

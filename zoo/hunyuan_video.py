@@ -159,9 +159,12 @@ class HunyuanVideo(VideoFamily):
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tokens = batch["llama_tokens"].long()
         text = encoders["llama"](tokens)[:, TEMPLATE_TOKENS:]
-        mask = (tokens != llama_text.PAD)[:, TEMPLATE_TOKENS:]
+        mask = self.text_mask(batch)["mask"]
         pooled = encoders["text"](input_ids=padded_with_end(batch["tokens"].long())).pooler_output
         return {"text": text, "mask": mask.to(text.dtype), "pooled": pooled}
+
+    def text_mask(self, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"mask": (text["llama_tokens"] != llama_text.PAD)[:, TEMPLATE_TOKENS:]}
 
     def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
         guidance = condition.get("guidance")

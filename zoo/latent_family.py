@@ -64,6 +64,7 @@ class LatentFamily:
     embeds_guidance = False
     empty_is_zero = False
     wide_encoders: tuple[str, ...] = ()
+    exact_encoders: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ATTENTION
     on_hub: str | None = None
     sampling_spacing: Spacing = "linear"
@@ -118,6 +119,9 @@ class LatentFamily:
     def stored_columns(self) -> dict[str, Column]:
         """Return what `encode_text` makes, as it is stored."""
         return {"text": Column((self.num_tokens, self.text_width), torch.float16)}
+
+    def text_mask(self, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {}
 
     def read_tokenizers(self, folder: Path) -> None:
         """All is in code."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from weights import hub_names, ldm_names
-from weights.t5_text import PAD, T5_VOCABULARY, TOKENIZER, T5Text, T5Tokenizer, t5_config
+from weights.t5_text import END, PAD, T5_VOCABULARY, TOKENIZER, T5Text, T5Tokenizer, t5_config
 from zoo import tokenizer_files
 from zoo.attention import MaskedMochiAttention
 from zoo.latent_family import of_choice
@@ -93,6 +93,7 @@ class Mochi(VideoFamily):
     clip_tokenizer = None
     lora_targets = JOINT_ATTENTION
     wide_encoders = ("t5",)
+    empty_is_zero = True  # Genmo's demos/fine_tuner/train.py zeroes a dropped caption's states and its mask
     sampling_spacing = "linear_quadratic"
 
     def __init__(self, sizes: Mapping[str, dict[str, Any]]):
@@ -142,9 +143,13 @@ class Mochi(VideoFamily):
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tokens = batch["t5_tokens"].long()
-        mask = tokens != PAD
-        text = encoders["t5"](tokens, mask)
-        return {"text": text, "mask": mask.to(text.dtype)}
+        text = encoders["t5"](tokens, tokens != PAD)
+        return {"text": text, "mask": self.text_mask(batch)["mask"].to(text.dtype)}
+
+    def text_mask(self, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """An empty caption's mask is all False, its end token's too: get_conditioning_for_prompts of Genmo's pipelines.py."""
+        tokens = text["t5_tokens"]
+        return {"mask": (tokens != PAD) & (tokens[:, :1] != END)}
 
     def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
         towards_data = denoiser(

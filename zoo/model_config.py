@@ -32,6 +32,9 @@ class ModelConfig:
     real data the hub's; else random."""
     denoiser: str | None = None
     """Initial weights of the denoiser: a run's folder or checkpoint, or published weights (as `weights`). null: random."""
+    vae_precision: Literal["fp32", "run"] | None = None
+    """Type of the autoencoder: fp32, or the run's. null: fp32 for sdxl and wan, as their authors' code has it; else the
+    run's."""
     frozen_device: Literal["device", "cpu"] = "device"
     """Where the frozen encoders are: on the run's device; or on the CPU, slower, without memory of the GPU."""
 

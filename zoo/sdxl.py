@@ -102,7 +102,7 @@ class SDXL(LatentFamily):
     latent_scale = LATENT_SCALE
     num_tokens, vocabulary = NUM_TOKENS, VOCABULARY
     empty_is_zero = True  # as it was trained, and as diffusers' pipeline takes an empty caption
-    wide_encoders = ("vae",)  # diffusers calls it force_upcast; its vae/config.json has it set
+    exact_encoders = ("vae",)  # as in diffusers' train_text_to_image_sdxl.py; its vae/config.json has force_upcast set
     shipped = None
     pipeline = Pipeline(
         "StableDiffusionXLPipeline",

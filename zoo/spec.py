@@ -103,11 +103,13 @@ class Family(Protocol):
     embeds_guidance: bool
     """The guidance scale is an input of the network, so that no second, unconditional call is made (FLUX.1 dev)."""
     empty_is_zero: bool
-    """The condition of a dropped or empty caption is zeros, instead of the states of the empty text (SDXL)."""
+    """The condition of a dropped caption is zeros, its mask too, instead of the states of the empty text (SDXL, Mochi)."""
     clip_tokenizer: str | None
     """The folder of published weights with CLIP's tokenizer, which makes the column `tokens`; None: the family has none."""
     wide_encoders: tuple[str, ...]
     """Frozen networks with values beyond 65,504, the largest float16: they are float32 in a run of fp16."""
+    exact_encoders: tuple[str, ...]
+    """Frozen networks that are float32 in every run, unless a key says otherwise."""
     lora_targets: tuple[str, ...]
     """Layers that get an adapter where a run names none, see zoo.lora."""
     sampling_spacing: Spacing
@@ -199,6 +201,10 @@ class Family(Protocol):
 
     def sampling_shift(self, latent: tuple[int, ...]) -> float:
         """Return the shift of a flow's times in sampling latents of this shape, see zoo.objectives.shifted; 1: none."""
+        ...
+
+    def text_mask(self, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """# text columns, (B, L) each -> "mask" (B, L) bool, True where a caption has a token; {}: the network has none."""
         ...
 
     def encode_images(self, encoders: Mapping[str, nn.Module], images: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from zoo.spec import Column
 from zoo.video_family import AS_AMD, VideoFamily
 
 MASK_CHANNELS = 4  # one of each frame that a latent stands for
+LATENTS_OF_480_LINES = (832 // 8) * (480 // 8)
 
 # vae/config.json
 LATENT_MEANS: tuple[float, ...] = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
@@ -101,6 +102,7 @@ class Wan(VideoFamily):
     clip_tokenizer = None
     lora_targets = ATTENTION
     wide_encoders = ("umt5",)
+    exact_encoders = ("vae",)  # as in the authors' wan/modules/vae.py and the example of diffusers' WanPipeline
 
     def __init__(self, sizes: Mapping[str, dict[str, Any]], variant: str):
         self.sizes, self.variant = sizes, variant
@@ -123,7 +125,8 @@ class Wan(VideoFamily):
         }
 
     def sampling_shift(self, latent: tuple[int, ...]) -> float:
-        return 3.0  # the published code's for 480 lines, and scheduler/scheduler_config.json; it has 5 for 720
+        """Return 5; for image to video of 480 lines, 832 x 480 px or less, 3: _validate_args in generate.py of Wan 2.1."""
+        return 3.0 if self.has_first_frame and latent[-2] * latent[-1] <= LATENTS_OF_480_LINES else 5.0
 
     def build_denoiser(self) -> nn.Module:
         from diffusers.models import WanTransformer3DModel
