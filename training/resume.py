@@ -32,8 +32,8 @@ from record.summary import COST_KEYS, RESULT_KEYS, VAL_LOSS, rounded, spent, wri
 from stages.dataset import Stage
 from stages.fetch import INDEX
 from stages.keys import KEYS_FILE
-from stages.machine import LOCK_FILE
 from stages.mixture import StreamConfig
+from stages.shared_memory import LOCK_FILE
 from training.checkpoint_content import Progress, disagreements
 from training.evaluated import check_evaluations, has_files_of, is_evaluated_alike, measured
 from training.published import CANONICAL, CANONICAL_OF_BEFORE
