@@ -127,8 +127,8 @@ class MachineStages(StreamingDataset):
         arguments: further keyword arguments of StreamingDataset.
 
     Raises:
-        StreamFailure: on all ranks, when one of them cannot have a stage's index.
-        ConfigError: on all ranks, when a folder cannot be written, or is in use by another run, or the limit is too low.
+        StreamFailure: on all ranks, when one of them cannot have a stage's index, or another run uses a folder.
+        ConfigError: on all ranks, when a folder cannot be written, or the limit is too low.
     """
 
     def __init__(self, *, streams: Sequence[RetryingStream], cache_limit: int | str | None = None, **arguments: Any):
@@ -186,7 +186,7 @@ class MachineStages(StreamingDataset):
                 lock.acquire(timeout=0)
             except Timeout as error:
                 given = f"{folder} is in use by another run on this machine"
-                raise ConfigError([f"data.local: {given}. {OWN_FOLDER}"]) from error
+                raise StreamFailure(f"data.local: {given}. {OWN_FOLDER}") from error
 
     def _take_number(self) -> None:
         self._number = take_number()

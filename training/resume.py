@@ -376,7 +376,8 @@ def open_run(config: RunConfig) -> RunState:
     """Lock a run's folder and find its progress. All ranks call it.
 
     Raises:
-        ConfigError: another process uses it; all its checkpoints are damaged; or the newest one or the record is unreadable.
+        Failed: another process uses it.
+        ConfigError: all its checkpoints are damaged; or the newest one or the record is unreadable.
     """
     data, folder = config.data, Path(config.run_folder, config.run_name or "")
     lock = FileLock(folder / ".lock")
@@ -389,7 +390,7 @@ def open_run(config: RunConfig) -> RunState:
             return find_newest(folder / "checkpoints"), made
         except Timeout as error:
             given = f"another process is training in {folder}"
-            raise ConfigError([f"run_name: {given}. Wait for it, or take another run_name."]) from error
+            raise Failed(f"run_name: {given}. Wait for it, or take another run_name.") from error
         except BaseException as error:
             lock.release()
             _remove(made, folder)
