@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 from omegaconf import OmegaConf
 
 from cli import masking
-from cli.command_line import Assignment, CommandLine, Problem, leaves, read_yaml, spread
+from cli.command_line import Assignment, CommandLine, Problem, leaves, read_value, read_yaml, spread
 from cli.errors import ConfigError
 from cli.limits import MAX_PART_BYTES, Limits, beyond, given_as, shown, type_hints
 from cli.log import log
@@ -90,8 +90,7 @@ def _as_typed(at: Assignment, value: Any, hint: Any) -> Assignment:
 def _as_yaml(value: Any) -> Any:
     if isinstance(value, str):
         with contextlib.suppress(Exception):  # no YAML: a text
-            plain: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
-            return plain["value"]
+            return read_value(value)
     return value
 
 

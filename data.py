@@ -16,7 +16,6 @@ reported, counted, and replaced by the next good one of its shard. So every batc
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +53,6 @@ from stages.mixture import (
     weight_problems,
 )
 from stages.moments import MomentsStream, reading_problems
-from stages.shared_memory import one_at_a_time, remove_dead_segments
 from stages.stream import BatchStream
 from stages.video_stream import VideosStream
 from zoo.spec import Column, Family
@@ -347,7 +345,7 @@ class SyntheticBatches:
 def open_stages(
     config: DataConfig, family: Family, given: Sequence[Opened], *, device_batch_size: int, seed: int
 ) -> BatchStream:
-    """Remove what ended runs have left in shared memory, then open the stages' streams. All ranks call it.
+    """Open the stages' streams. All ranks call it.
 
     Args:
         given: see `stages.mixture.opened`.
@@ -375,20 +373,16 @@ def open_stages(
     tokenize = family.tokenize if config.text == "encoded" else None
     captions = [None if one.stage.adopted else one.config.caption for one in given]  # of others: see stream_of
     ways: dict[str, Any] = dict(image_sizes=[one.size for one in given], captions=captions, flip=config.flip)
-    with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
-        if dist.get_local_rank() == 0:
-            remove_dead_segments()
-        dist.barrier()
-        if config.stage == "moments" and given[0].stage.adopted is not None:
-            shape, scale = family.latent_shape(given[0].size), given[0].stage.facts["latent_scale"]
-            return LatentsStream(shape=shape, scale=scale, tokenize=family.tokenize, **arguments)
-        if config.stage == "moments":
-            return MomentsStream(columns=kinds, tokenize=tokenize, **ways, **arguments)
-        if config.stage == "videos":
-            sizes = ways.pop("image_sizes")
-            clips = dict(sizes=sizes, rate=config.fps, tokenize=family.tokenize, crop=config.crop)
-            return VideosStream(**clips, **ways, **arguments)
-        return StreamingLAIONDataset(family=family, crop=config.crop, decode=config.decode, **ways, **arguments)
+    if config.stage == "moments" and given[0].stage.adopted is not None:
+        shape, scale = family.latent_shape(given[0].size), given[0].stage.facts["latent_scale"]
+        return LatentsStream(shape=shape, scale=scale, tokenize=family.tokenize, **arguments)
+    if config.stage == "moments":
+        return MomentsStream(columns=kinds, tokenize=tokenize, **ways, **arguments)
+    if config.stage == "videos":
+        sizes = ways.pop("image_sizes")
+        clips = dict(sizes=sizes, rate=config.fps, tokenize=family.tokenize, crop=config.crop)
+        return VideosStream(**clips, **ways, **arguments)
+    return StreamingLAIONDataset(family=family, crop=config.crop, decode=config.decode, **ways, **arguments)
 
 
 def _say(config: DataConfig, given: Sequence[Opened], global_batch_size: int) -> None:

@@ -142,7 +142,7 @@ def _read_flag(word: str, rest: list[str], aliases: Mapping[str, Alias]) -> tupl
 
 
 def _read_pair(word: str) -> tuple[Assignment | None, str | None]:
-    """`key=value`, the value read as YAML reads it (1e-4 is a number, null is None, [64, 64] is a list)."""
+    """`key=value`, the value as `read_value` reads it."""
     key, _, raw = word.partition("=")
     if not raw.strip():
         return (
@@ -150,14 +150,32 @@ def _read_pair(word: str) -> tuple[Assignment | None, str | None]:
             f"command line: '{shown(word)}' has no value. Write {shown(key)}=VALUE, or {shown(key)}=null for none.",
         )
     try:
-        _check_depth(raw)
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]))["value"]
+        value = read_value(raw)
     except GrammarParseError:
         ways = "Write ${oc.env:VARIABLE}, or ${KEY} of another key"
         return None, f"command line: '{shown(word)}' has a '${{' that cannot be read. {ways}."
     except Exception as error:  # the YAML reader's own exceptions, of several unrelated classes
         return None, f"command line: the value of '{shown(word)}' cannot be read as YAML: {_why(error, b'')}"
     return Assignment("command line", RENAMED.get(key, key), value, key, raw), None
+
+
+def read_value(raw: str) -> Any:
+    """Return a typed value as YAML reads it: 1e-4 is a number, null is None, [64, 64] is a list.
+
+    Where YAML would drop a part of what was typed, the text as it was typed: `#x`, `~`, `a #b`, `&x a`. Only the word null
+    is None. Raises the YAML reader's exceptions, of several unrelated classes.
+    """
+    typed = raw.strip()
+    end = _check_depth(typed)
+    value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]))
+    value = value["value"]
+    if value is None:
+        is_whole = typed.lower() == "null"
+    elif isinstance(value, str) and not typed.startswith(("'", '"')):
+        is_whole = value == typed
+    else:
+        is_whole = end == len(typed)
+    return value if is_whole else typed
 
 
 def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
@@ -204,14 +222,20 @@ def spread(at: Assignment) -> list[Assignment]:
     return [Assignment(at.where, key, value, key) for key, value in leaves(at.value, f"{at.key}.")]
 
 
-def _check_depth(text: str) -> None:
-    """Look for nesting before a reader recurses into it: libyaml's ends the process at some 25,000 levels."""
-    depth = 0
+def _check_depth(text: str) -> int:
+    """Look for nesting before a reader recurses into it: libyaml's ends the process at some 25,000 levels.
+
+    Returns where the last value ends: what follows is a comment.
+    """
+    depth = end = 0
     for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_YAML_DEPTH:
             given = f"it is nested more than {MAX_YAML_DEPTH} levels deep"
             raise yaml.MarkedYAMLError(problem=given, problem_mark=event.start_mark)
+        if isinstance(event, yaml.NodeEvent | yaml.CollectionEndEvent):
+            end = event.end_mark.index
+    return end
 
 
 def _why(error: Exception, content: bytes) -> str:

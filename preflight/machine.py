@@ -5,14 +5,11 @@ Each check returns its findings; `python -m prepare.doctor` prints them. Memory 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
 import shutil
 import socket
-import struct
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +18,7 @@ from urllib.parse import urlsplit
 from cli.memory import host_bytes
 from config import count
 from stages import batch_memory, shared_memory
+from stages.shared_memory import LOCK_FILE
 
 OK, WARNING, ERROR = "OK", "warning", "error"
 
@@ -105,8 +103,7 @@ def shared_memory_room(batch_gib: float, num_batches: int, order: OrderNeed | No
     of_batches, of_order = batch_gib * num_batches, order.shared_gib if order else 0.0
     need = of_batches + of_order
     if need > free:
-        _, dead, hidden = _dead_segments()
-        free += 0.0 if hidden else sum(map(_held_bytes, dead.values())) / 2**30  # the run removes them
+        free += sum(map(_held_bytes, shared_memory.dead_segments().values())) / 2**30  # the run removes them
     parts = [f"{num_batches} batches of {batch_gib:.3g} GiB"] if num_batches else []
     parts += [f"the order of {order.samples:,} samples ({of_order:.3g} GiB)"] if order and of_order > need / 100 else []
     given = f"{' and '.join(parts) or 'no batches'}: {need:.3g} GiB there; {size:.3g} GiB, {free:.3g} free"
@@ -126,62 +123,23 @@ def stale_segments(locals_: Sequence[str]) -> list[Finding]:
     Args:
         locals_: the folders of this run's shards; two runs may not share one.
     """
-    segments, dead, hidden = _dead_segments()
-    locks = shared_memory.by_number(Path(tempfile.gettempdir()), suffix="_filelock")
-    six = "[0-9]" * 6
-    remove = f"if no other run is alive here: rm -f {shared_memory.SEGMENTS}/{six}_* {tempfile.gettempdir()}/{six}_*_filelock"
-    folders = {
-        os.path.normpath(Path(local).absolute()): local for local in locals_
-    }  # as streaming does: links are kept
-    claimed = [
-        (number, local) for number in segments for f, local in folders.items() if f in _folders_of(segments[number])
-    ]
-    for number, local in claimed:
-        if number not in dead:
-            text = f"data.local: {local} is in use by another run here (shared memory {number})"
+    for local in locals_:
+        if shared_memory.is_held(Path(local, LOCK_FILE)):
+            text = f"data.local: {local} is in use by another run here"
             return [Finding(ERROR, "segments", f"{text}. Wait for it, or give another data.local.")]
-        if hidden:
-            text = f"data.local: {local} belongs to shared memory {number} that a run has left, and {hidden}"
-            return [Finding(ERROR, "segments", f"{text}. Give another data.local, or {remove}")]
-    alone = len([number for number in locks if number not in segments])
-    harmless = f"; {alone} numbers with lock files and no memory in {tempfile.gettempdir()}" if alone else ""
+    dead = shared_memory.dead_segments()
     if not dead:
-        alive = f"{len(segments)} in use by runs that are alive" if segments else "none in shared memory"
-        return [Finding(OK, "segments", f"{alive}{harmless}")]
+        num = len(shared_memory.by_number(shared_memory.SEGMENTS))
+        alive = f"{num} in use by other runs or programs" if num else "none in shared memory"
+        return [Finding(OK, "segments", alive)]
     held_mib = sum(map(_held_bytes, dead.values())) / 2**20
     named = ", ".join(sorted(dead)[:3]) + (f" and {len(dead) - 3} more" if len(dead) > 3 else "")
-    left = f"{named} ({held_mib:.1f} MiB) are left in shared memory by runs that are gone{harmless}"
-    todo = f"but {hidden}; {remove}" if hidden else "The next run on streamed data removes them."
-    return [Finding(WARNING, "segments", f"{left}{', ' if hidden else '. '}{todo}")]
-
-
-def _dead_segments() -> tuple[dict[str, list[Path]], dict[str, list[Path]], str | None]:
-    """Return streaming's segments by number, those of runs that are gone, and why some of these may be in use, or None."""
-    segments = shared_memory.by_number(shared_memory.SEGMENTS)
-    locks = shared_memory.by_number(Path(tempfile.gettempdir()), suffix="_filelock")
-    mapped, hidden = shared_memory.mapped_numbers()
-    dead = {
-        number: files
-        for number, files in segments.items()
-        if number not in mapped
-        and not any(map(shared_memory.is_held, locks.get(number, [])))
-        and not any(map(shared_memory.is_young, files))
-    }
-    return segments, dead, hidden
+    left = f"{named} ({held_mib:.1f} MiB) are left in shared memory by runs that are gone"
+    return [Finding(WARNING, "segments", f"{left}. The next run on streamed data removes them.")]
 
 
 def _held_bytes(segments: Sequence[Path]) -> int:
     return sum(path.stat().st_size for path in segments if path.exists())
-
-
-def _folders_of(segments: Sequence[Path]) -> list[str]:
-    """Return the folders that runs use, from streaming's `locals`: an int32 size, then names separated by zeros."""
-    for path in segments:
-        if path.name.endswith("_locals"):
-            with contextlib.suppress(OSError, UnicodeDecodeError, struct.error):
-                data = path.read_bytes()
-                return data[4 : struct.unpack_from("<i", data)[0]].decode().split("\0")[:-1]
-    return []
 
 
 def open_files(workers: int) -> list[Finding]:

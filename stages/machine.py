@@ -6,6 +6,8 @@ What its processes share: where it lies, who sets it, who waits for it, and what
     LOCK_FILE      file in data.local,      local rank 0, before it reads the index        nobody: a second run is refused
                    with data.remote alone
                                             ends with the process, or by `let_go`
+    NNNNNN_easel   file in shared memory,   local rank 0: stages/shared_memory.py          nobody: a run takes a free one
+                   locked                   ends with the process
     _reason_file   file, temporary folder   the thread that made a shard FAILED            nobody: read where FAILED is seen
                                             ends when the next run takes the same number of shared memory
 2. of a shard, for all processes of the machine: `_shard_states` in shared memory. It is taken and evicted under the file
@@ -45,6 +47,7 @@ from filelock import FileLock, Timeout
 from streaming import StreamingDataset
 from streaming.base import dataset as streaming_dataset
 from streaming.base.shared import SharedArray
+from streaming.base.shared import prefix as streaming_prefix
 from streaming.base.util import bytes_to_int
 
 from cli.errors import ConfigError
@@ -52,11 +55,11 @@ from cli.private_api import require_private_api
 from stages.fetch import INDEX, FetchCancelled, RetryingStream, StreamFailure
 from stages.index_file import parsed_index
 from stages.shard_readers import Readers, ShardOfSample
+from stages.shared_memory import LOCK_FILE, take_number
 
 POLL_SEC = 0.01  # between two looks at what other processes do
 ROOM_SEC = 0.1  # the same, of one that needs the lock: all that fits the cache is being fetched
 FAILED = 255  # a state of a shard beside streaming's own
-LOCK_FILE = ".in_use"  # in data.local
 OWN_FOLDER = "Give each run a folder of its own, or wait for the other one."
 
 OF_DATASET = ("_shard_states", "_shard_access_times", "_cache_filelock_path", "_shm_prefix_int")
@@ -69,6 +72,9 @@ require_private_api(
     "streaming.base.dataset", "_ShardState.INVALID", "_ShardState.REMOTE", "_ShardState.LOCAL", why="the same"
 )
 require_private_api("streaming.base.dataset", "Spanner", "_get_path", why="no copy of all sample numbers is made")
+require_private_api(
+    "streaming.base.shared.prefix", "_check_and_find_retrying", why="a killed run's shared memory is told by its lock"
+)
 ShardState: Any = getattr(streaming_dataset, "_ShardState", None)
 
 
@@ -91,12 +97,22 @@ def _on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
         raise ConfigError([text]) if is_refusal else StreamFailure(text)
 
 
-def _construct(dataset: StreamingDataset, **arguments: Any) -> None:
-    """Run streaming's constructor with our map of samples to shards in the place of its Spanner; nothing in it is changed."""
-    own: Any = StreamingDataset.__init__
-    init = FunctionType(own.__code__, {**own.__globals__, "Spanner": ShardOfSample}, closure=own.__closure__)
-    init.__kwdefaults__ = own.__kwdefaults__
-    init(dataset, **arguments)
+def _with_globals(function: Any, **changed: Any) -> Any:
+    """Return a function of streaming's with other global names; nothing else in it is changed."""
+    copy = FunctionType(
+        function.__code__,
+        {**function.__globals__, **changed},
+        argdefs=function.__defaults__,
+        closure=function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _construct(dataset: StreamingDataset, number: int, **arguments: Any) -> None:
+    """Run streaming's constructor under this number of shared memory, with our map of samples to shards for its Spanner."""
+    prefix = _with_globals(streaming_prefix.get_shm_prefix, _check_and_find_retrying=lambda *_, **__: number)
+    _with_globals(StreamingDataset.__init__, Spanner=ShardOfSample, get_shm_prefix=prefix)(dataset, **arguments)
 
 
 class MachineStages(StreamingDataset):
@@ -111,28 +127,24 @@ class MachineStages(StreamingDataset):
         arguments: further keyword arguments of StreamingDataset.
 
     Raises:
-        StreamFailure: on all ranks, when one of them cannot have a stage's index.
-        ConfigError: on all ranks, when a folder cannot be written, or is in use by another run, or the limit is too low.
+        StreamFailure: on all ranks, when one of them cannot have a stage's index, or another run uses a folder.
+        ConfigError: on all ranks, when a folder cannot be written, or the limit is too low.
     """
 
     def __init__(self, *, streams: Sequence[RetryingStream], cache_limit: int | str | None = None, **arguments: Any):
         folders = [Path(stream.local) for stream in streams if stream.remote is not None]
         self._locks = [FileLock(folder.resolve() / LOCK_FILE, is_singleton=True) for folder in folders]
         self._came = threading.Condition()
+        self._number = 0
         _on_one_rank_of_each_machine(self._lock_folders)
         for stream in streams:
             _on_one_rank_of_each_machine(stream.fetch_index)
             if stream.table is None:
                 text = Path(stream.local, INDEX).read_bytes()
                 stream.table = parsed_index(stream.local, text, of_others=stream.adopted is not None).shards()
-        try:
-            _construct(self, streams=list(streams), **arguments)
-        except ValueError as error:
-            if "Reused local directory" not in str(error):
-                raise
-            local = ", ".join(map(str, folders))
-            given = f"{local} is in use by another run on this machine, or by shared memory that a run has left"
-            raise ConfigError([f"data.local: {given} (then a line above says so). {OWN_FOLDER}"]) from error
+        _on_one_rank_of_each_machine(self._take_number)
+        number = dist.all_gather_object(self._number)[dist.get_global_rank() - dist.get_local_rank()]
+        _construct(self, number, streams=list(streams), **arguments)
         # Beside streaming's own locks of this number; one that is left goes when the number is used again.
         name = f"{self._shm_prefix_int:06d}_reason_{os.getuid()}"
         self._reason_file = Path(self._cache_filelock_path).with_name(name)
@@ -164,8 +176,8 @@ class MachineStages(StreamingDataset):
     def _lock_folders(self) -> None:
         """Keep other runs out of the cache folders, until the process ends or lets them go.
 
-        streaming compares folders too, but no longer once the other run has read its first batch (seen with 0.13.0), and
-        not through a link.
+        streaming compares folders too, but not through a link, no longer once the other run has read its first batch (seen
+        with 0.13.0), and with those of runs that were killed: its comparison is left out.
         """
         for lock in self._locks:
             folder = Path(lock.lock_file).parent
@@ -174,7 +186,10 @@ class MachineStages(StreamingDataset):
                 lock.acquire(timeout=0)
             except Timeout as error:
                 given = f"{folder} is in use by another run on this machine"
-                raise ConfigError([f"data.local: {given}. {OWN_FOLDER}"]) from error
+                raise StreamFailure(f"data.local: {given}. {OWN_FOLDER}") from error
+
+    def _take_number(self) -> None:
+        self._number = take_number()
 
     def let_go(self) -> None:
         """Let another run have the cache folders, once all of this process's streams have let them go."""

@@ -150,6 +150,23 @@ def test_a_text_on_the_command_line_stays_as_it_was_typed(text: str):
     assert read("text=null").text is None and read("text='null'").text == "null"
 
 
+@pytest.mark.parametrize(
+    "text", ["#x", "~", "a #b", "&x a", "&x", "---", "--- a", "!!str a", "!!null a", "'a' # b", "1 #2", "[1] # 2", "!"]
+)
+def test_what_yaml_would_drop_of_a_word_is_text_and_no_value_of_another_type(text: str, monkeypatch):
+    assert read(f"text={text}").text == text
+    for key, possible in (("batch", "an integer"), ("optimizer.lr", "a number or null"), ("flag", "true or false")):
+        assert problems(f"{key}={text}") == [f"command line: {key} is {text!r}. Possible: {possible}."]
+    monkeypatch.setenv("LR", text)
+    assert "which stands for something else. Possible: a number or null." in problems("optimizer.lr=${oc.env:LR}")[0]
+
+
+def test_only_the_word_null_stands_for_none_and_quotes_make_any_word_a_text():
+    assert read("text=Null").text is None and read("optimizer.lr=null").optimizer.lr is None
+    for text in ("null", "~", "#x", "a #b"):
+        assert read(f"text='{text}'").text == read(f'text="{text}"').text == text
+
+
 def test_a_number_in_a_yaml_where_a_text_is_meant_is_refused(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text("text: 0123\n")

@@ -52,8 +52,6 @@ def a_machine_of_our_own(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(shared_memory, "SEGMENTS", tmp_path / "shm")
-    monkeypatch.setattr(shared_memory, "SETTLED_SEC", 0.0)
-    monkeypatch.setattr(shared_memory, "mapped_numbers", lambda: (set(), None))
 
 
 @pytest.fixture
@@ -370,13 +368,13 @@ def test_room_that_a_killed_run_holds_counts_as_free_for_the_next_one_removes_it
     docker = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=0, f_files=0, f_favail=0)
     monkeypatch.setattr(os, "statvfs", lambda path: docker if str(path) == f"{tmp_path}/shm" else real(path))
     assert "0.0625 GiB, 0 free" in only_error("/dev/shm")
-    leave(tmp_path, "000003", tmp_path / "other")
+    leave(tmp_path, "000003")
     with open(tmp_path / "shm" / "000003_order", "wb") as file:
         file.truncate(60 * 2**20)
     code, found = examine()
     assert code == 0 and [level for level, _ in found["/dev/shm"]] == [OK] and found["segments"][0][0] == WARNING
-    monkeypatch.setattr(shared_memory, "mapped_numbers", lambda: (set(), "1 processes could not be inspected"))
-    assert "0.0625 GiB, 0 free" in only_error("/dev/shm")  # then the run leaves it too
+    with FileLock(tmp_path / "shm" / "000003_easel"):
+        assert "0.0625 GiB, 0 free" in only_error("/dev/shm")  # the run lives
 
 
 def test_without_shared_memory_no_worker_can_hand_over_anything(only_error, monkeypatch, tmp_path):
@@ -384,15 +382,15 @@ def test_without_shared_memory_no_worker_can_hand_over_anything(only_error, monk
     assert only_error("/dev/shm").startswith(f"{tmp_path}/none is not there: loader workers and streaming need it.")
 
 
-def leave(tmp_path: Path, number: str, local: Path) -> None:
-    """What a run leaves that is killed, as streaming writes it: an int32 size, folders and the number between zeros."""
-    data = f"{local}\0{int(number)}".encode()
-    (tmp_path / "shm" / f"{number}_locals").write_bytes((4 + len(data)).to_bytes(4, "little") + data)
+def leave(tmp_path: Path, number: str) -> None:
+    """What a run leaves that is killed."""
+    for name in ("easel", "locals"):
+        (tmp_path / "shm" / f"{number}_{name}").touch()
     (tmp_path / "tmp" / f"{number}_barrier_filelock").touch()
 
 
 def test_shared_memory_that_the_next_run_removes_is_a_warning_and_stays(examine, tmp_path):
-    leave(tmp_path, "000003", tmp_path / "local")
+    leave(tmp_path, "000003")
     code, found = examine()
     ((level, text),) = found["segments"]
     assert code == 0 and level == WARNING
@@ -403,26 +401,15 @@ def test_shared_memory_that_the_next_run_removes_is_a_warning_and_stays(examine,
     assert (tmp_path / "shm" / "000003_locals").exists() and (tmp_path / "tmp" / "000003_barrier_filelock").exists()
 
 
-def test_shared_memory_that_keeps_this_runs_folder_from_it_is_an_error(only_error, examine, monkeypatch, tmp_path):
-    leave(tmp_path, "000003", tmp_path / "local")
-    monkeypatch.setattr(shared_memory, "mapped_numbers", lambda: (set(), "/proc is mounted with hidepid"))
-    assert only_error("segments").startswith(
-        f"data.local: {tmp_path}/local belongs to shared memory 000003 that a run has left, and /proc is mounted with"
-    )
-    assert examine(f"data.local={tmp_path}/other")[0] == 0
-    monkeypatch.setattr(shared_memory, "mapped_numbers", lambda: ({"000003"}, None))
-    assert only_error("segments") == (
-        f"data.local: {tmp_path}/local is in use by another run here (shared memory 000003). Wait for it, or give another "
-        f"data.local."
-    )
-    assert examine(f"data.local={tmp_path}/other")[1]["segments"][0] == (OK, "1 in use by runs that are alive")
-
-
-def test_what_streaming_registers_is_read_as_it_writes_it(tmp_path):
-    from streaming.base.shared.prefix import _pack_locals
-
-    (tmp_path / "shm" / "000007_locals").write_bytes(_pack_locals(["/a/b", "/c"], 7) + b"\0" * 100)
-    assert machine._folders_of([tmp_path / "shm" / "000007_locals"]) == ["/a/b", "/c"]
+def test_a_run_that_has_this_runs_folder_is_an_error_and_one_that_has_another_is_none(only_error, examine, tmp_path):
+    leave(tmp_path, "000003")
+    (tmp_path / "local").mkdir()
+    with FileLock(tmp_path / "shm" / "000003_easel"), FileLock(tmp_path / "local" / ".in_use"):
+        assert only_error("segments") == (
+            f"data.local: {tmp_path}/local is in use by another run here. Wait for it, or give another data.local."
+        )
+        found = examine(f"data.local={tmp_path}/other")[1]
+        assert found["segments"][0] == (OK, "1 in use by other runs or programs")
 
 
 def test_too_few_open_files_are_found(only_error, monkeypatch):

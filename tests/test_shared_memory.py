@@ -1,183 +1,154 @@
-"""stages/shared_memory.py: what is removed, what is kept, and the messages. Folders are temporary, processes are real."""
+"""stages/shared_memory.py: which number a run takes, what is removed and what is kept. Processes are real."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from filelock import FileLock
 
 from stages import shared_memory
-from stages.shared_memory import one_at_a_time, remove_dead_segments
+from stages.shared_memory import by_number, dead_segments, remove_dead_segments
 
-
-@pytest.fixture
-def places(tmp_path, monkeypatch):
-    """Segments and locks in folders of the test; settled, since nobody here makes one at this moment."""
-    segments, locks = tmp_path / "shm", tmp_path / "tmp"
-    segments.mkdir()
-    locks.mkdir()
-    monkeypatch.setattr(shared_memory, "SEGMENTS", segments)
-    monkeypatch.setattr(shared_memory, "SETTLED_SEC", 0.0)
-    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(locks))
-    monkeypatch.setattr(shared_memory, "PROCESSES", OwnProcesses())
-    return segments, locks
-
-
-class OwnProcesses:
-    """/proc as it would be if all processes were this user's: in some sandboxes even root cannot inspect the first one."""
-
-    def glob(self, pattern: str):
-        for path in Path("/proc").glob(pattern):
-            with contextlib.suppress(PermissionError):
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                    (path / "maps").read_text(errors="replace")
-                yield path
-
-    def __truediv__(self, name: str) -> Path:
-        return Path("/proc", name)
-
-
-def leave(segments: Path, locks: Path, number: str) -> None:
-    """What a run leaves that is killed."""
-    for name in ("locals", "barrier", "next_epoch", "shard_states"):
-        (segments / f"{number}_{name}").write_bytes(b"\0" * 4096)
-    for name in ("barrier_filelock", "cache_filelock"):
-        (locks / f"{number}_{name}").touch()
-
-
-def left(places) -> set[str]:
-    return {path.name[:6] for folder in places for path in folder.iterdir()}
-
-
-MAP = """
-import mmap, sys
-with open(sys.argv[1], "r+b") as file:
-    view = mmap.mmap(file.fileno(), 0)
-print("mapped", flush=True)
+NOBODY = 65534
+TAKE = """
+import os, sys
+from pathlib import Path
+from stages import shared_memory
+shared_memory.SEGMENTS = Path(sys.argv[1])
+if int(sys.argv[2]) != os.getuid():
+    os.setgid(int(sys.argv[2])), os.setuid(int(sys.argv[2]))  # here: it need not be able to read this checkout
+number = shared_memory.take_number()
+for name in ("locals", "barrier", "next_epoch", "shard_states"):
+    Path(sys.argv[1], f"{number:06d}_{name}").write_bytes(bytes(4096))
+for name in ("barrier_filelock", "cache_filelock"):
+    Path(os.environ["TMPDIR"], f"{number:06d}_{name}").touch()
+print(number, flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.fixture
-def mapping():
-    """Start a process that maps a file and holds it until the test ends."""
+def places(monkeypatch) -> Iterator[tuple[Path, Path]]:
+    """Segments and locks in folders of the test, in which every user may write, as in /dev/shm and /tmp."""
+    parent = Path(tempfile.mkdtemp(dir=shared_memory.SEGMENTS))  # a test's own folder is closed to other users
+    parent.chmod(0o755)
+    segments, locks = parent / "shm", parent / "tmp"
+    for folder in (segments, locks):
+        folder.mkdir()
+        folder.chmod(0o1777)
+    monkeypatch.setattr(shared_memory, "SEGMENTS", segments)
+    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(locks))
+    yield segments, locks
+    shutil.rmtree(parent)
+
+
+Begin = Callable[..., tuple[subprocess.Popen[str], int]]
+
+
+@pytest.fixture
+def run(places) -> Iterator[Begin]:
+    """Start a process that takes a number, makes what streaming makes and lives until the test ends; also as another user."""
     processes = []
 
-    def begin(path: Path) -> None:
+    def begin(user: int = os.getuid()) -> tuple[subprocess.Popen[str], int]:
         process = subprocess.Popen(
-            [sys.executable, "-c", MAP, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", TAKE, str(places[0]), str(user)],
+            env={**os.environ, "TMPDIR": str(places[1])},
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         processes.append(process)
-        assert process.stdout.readline() == "mapped\n"
+        return process, int(process.stdout.readline())
 
     yield begin
     for process in processes:
-        process.stdin.close()
-        process.wait(timeout=30)
-        process.stdout.close()
+        process.kill()
+        process.communicate(timeout=30)
 
 
-def test_what_no_process_maps_is_removed_with_its_locks_and_what_one_maps_stays(places, mapping, capsys):
-    for number in ("000000", "000001", "000007"):
-        leave(*places, number)
-    (places[1] / "000009_cache_filelock").touch()  # a run that ended well leaves its locks
-    mapping(places[0] / "000001_next_epoch")
-    assert remove_dead_segments() == ["000000", "000007", "000009"]
-    assert left(places) == {"000001"} and len(list(places[0].iterdir())) == 4
-    assert capsys.readouterr().err == ""
+def left(places) -> set[str]:
+    return {path.name[:6] for path in places[0].iterdir()}
 
 
-def test_other_files_are_never_touched(places):
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait(timeout=30)
+
+
+def test_what_a_killed_run_has_left_is_removed_and_what_a_living_one_has_stays(places, run):
+    (killed, first), (_, second) = run(), run()
+    assert (first, second) == (0, 1) and dead_segments() == {} and remove_dead_segments() == []
+    kill(killed)
+    assert list(dead_segments()) == ["000000"] and len(list(places[0].iterdir())) == 10
+    assert remove_dead_segments() == ["000000"]
+    assert left(places) == {"000001"} and len(list(places[0].iterdir())) == 5
+    assert list(by_number(places[1], "_filelock")) == ["000001"]
+
+
+def test_the_next_run_takes_the_killed_ones_number(places, run):
+    kill(run()[0])
+    (_, again), (_, other) = run(), run()
+    assert (again, other) == (0, 1)
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")
+
+
+@as_root
+def test_a_user_who_may_not_look_at_others_processes_restarts_too(places, run):
+    (_, roots), (killed, first) = run(), run(NOBODY)
+    assert (roots, first) == (0, 1)
+    kill(killed)
+    assert run(NOBODY)[1] == 1 and left(places) == {"000000", "000001"}
+
+
+@as_root
+def test_what_another_users_killed_run_has_left_is_passed_over(places, run):
+    """In a folder as /dev/shm a user may not remove what is another's."""
+    kill(run()[0])
+    assert run(NOBODY)[1] == 1 and left(places) == {"000000", "000001"}
+    locks = [path for path in places[1].iterdir() if path.stat().st_uid == 0]
+    assert remove_dead_segments() == ["000000"] and not any(path.exists() for path in locks)
+    assert run(NOBODY)[1] == 0
+
+
+@as_root
+def test_a_users_lock_that_was_left_keeps_its_number_from_others(places, run):
+    (places[1] / "000000_cache_filelock").touch()  # root's: nobody could not open it
+    assert run(NOBODY)[1] == 1 and run()[1] == 0
+
+
+def test_a_run_that_ends_well_takes_its_mark_with_it(places, run):
+    process, _ = run()
+    mark = places[0] / "000000_easel"
+    assert mark.exists()
+    process.communicate(timeout=30)
+    assert process.returncode == 0 and not mark.exists()
+
+
+def test_what_other_programs_have_is_never_touched(places, run):
+    """Of a number without our mark nobody knows here whether it lives: streaming by itself holds no lock."""
     for folder in places:
-        for name in ("psm_1234", "000000", "123_locals", "sem.mp-xyz", "000000-notes"):
+        for name in ("psm_1234", "000000", "000000_locals", "123_locals", "sem.mp-xyz", "000000-notes"):
             (folder / name).touch()
     (places[1] / "000003_notes").touch()
-    assert remove_dead_segments() == []
-    assert len(list(places[0].iterdir())) == 5 and len(list(places[1].iterdir())) == 6
+    assert dead_segments() == {} and remove_dead_segments() == []
+    assert run()[1] == 1
+    assert len(list(places[0].iterdir())) == 6 + 5 and len(list(places[1].iterdir())) == 7 + 2
 
 
-def test_a_lock_that_is_held_keeps_its_number(places):
-    leave(*places, "000000")
-    with FileLock(places[1] / "000000_cache_filelock"):
-        assert remove_dead_segments() == [] and left(places) == {"000000"}
-    assert remove_dead_segments() == ["000000"]
-
-
-def test_where_a_process_cannot_be_inspected_nothing_is_removed_and_the_command_is_named(
-    places, tmp_path, monkeypatch, capsys
-):
-    proc = tmp_path / "proc"
-    (proc / "1").mkdir(parents=True)
-    (proc / "1" / "maps").mkdir()  # reading it fails, as another user's does
-    (proc / "mounts").write_text("proc /proc proc rw 0 0\n")
-    monkeypatch.setattr(shared_memory, "PROCESSES", proc)
-    leave(*places, "000004")
-    assert remove_dead_segments() == [] and left(places) == {"000004"}
-    segments, locks = places
-    six = "[0-9]" * 6
-    assert capsys.readouterr().err == (
-        f"shared memory: 000004 may be left from runs that are gone, but 1 processes of other users could not be inspected: "
-        f"left as they are. If no other run is alive on this machine: rm -f {segments}/{six}_* {locks}/{six}_*_filelock\n"
-    )
-    (segments / "000004_locals").rename(segments / "000005_locals")
-    for number in ("000006", "000007", "000008"):
-        leave(*places, number)
-    remove_dead_segments()
-    assert "shared memory: 000004, 000005, 000006 and 2 more may be left" in capsys.readouterr().err
-    for path in segments.iterdir():
-        path.unlink()
-    assert remove_dead_segments() == [] and capsys.readouterr().err == ""  # locks alone are not worth a line
-
-
-@pytest.mark.parametrize(
-    ("ipc", "pid", "mounts", "reason"),
-    [
-        (0xEFFFFFFF, 1, "", "this container shares its memory with processes that it cannot see"),
-        (1, 1, "proc /proc proc rw,hidepid=invisible 0 0\n", "/proc is mounted with hidepid"),
-        (1, 1, "proc /proc proc rw,hidepid=0 0 0\n", None),
-        (0xEFFFFFFF, 0xEFFFFFFC, "", None),
-    ],
-)
-def test_hidden_processes_count_as_processes_that_could_not_be_inspected(
-    places, tmp_path, monkeypatch, capsys, ipc, pid, mounts, reason
-):
-    proc = tmp_path / "proc"
-    proc.mkdir()
-    (proc / "mounts").write_text(mounts)
-    monkeypatch.setattr(shared_memory, "PROCESSES", proc)
-    numbers = {"ipc": ipc, "pid": pid}
-    monkeypatch.setattr(shared_memory, "_namespace", numbers.__getitem__)
-    leave(*places, "000004")
-    assert remove_dead_segments() == ([] if reason else ["000004"])
-    assert (reason or "") in capsys.readouterr().err
-
-
-def test_a_machine_without_shared_memory_files_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "SEGMENTS", tmp_path / "none")
-    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert remove_dead_segments() == []
-
-
-def test_one_process_at_a_time_takes_a_number():
-    """Without it two runs that start at one moment take the same: FileExistsError in one of them."""
-    code = "from stages.shared_memory import one_at_a_time\nprint('asks', flush=True)\n"
-    code += "with one_at_a_time(): print('in', flush=True)"
-    with one_at_a_time():
-        other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert other.stdout.readline() == "asks\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(timeout=0.5)
-    assert other.communicate(timeout=30)[0] == "in\n"
-
-
-def test_after_a_while_it_goes_on_without_its_turn(monkeypatch):
-    monkeypatch.setattr(shared_memory, "TURN_SEC", 0.1)
-    with FileLock(Path(tempfile.gettempdir(), f"easel-{os.getuid()}-streams.lock")) as others, one_at_a_time():
-        assert others.is_locked
+def test_runs_that_start_at_once_take_different_numbers(places, run):
+    """One may take another's new mark for a dead run's, before its maker has locked it."""
+    with ThreadPoolExecutor(6) as pool:
+        numbers = [number for _, number in pool.map(lambda _: run(), range(6))]
+    assert len({*numbers}) == 6 and left(places) == {f"{number:06d}" for number in numbers}

@@ -7,7 +7,9 @@ import errno
 import io
 import itertools
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -17,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from streaming import MDSWriter, StreamingDataset
 from streaming.base.hashing import get_hash
 from torch.utils.data import DataLoader
 
-from cli.errors import ConfigError
 from stages import fetch, stores, stream
 from stages.dataset import holds_another_stage, read_stage, write_facts
 from stages.fetch import FetchCancelled, RetryingStream, StreamFailure
@@ -107,14 +109,29 @@ def test_it_resumes_within_an_epoch_at_the_next_batch(moments):
     assert all(torch.equal(*pair) for pair in zip(after, epochs[2], strict=True))
 
 
-def test_two_runs_that_keep_their_shards_in_one_folder_are_told_so(moments, tmp_path):
-    first = stream_of(tmp_path / "cache", remote=str(moments))
-    with pytest.raises(ValueError) as error:
-        stream_of(tmp_path / "cache", remote=str(moments))
-    assert len(first) == 47 and str(error.value) == (
-        f"data.local: {tmp_path}/cache is in use by another run on this machine, or by shared memory that a run has left "
-        f"(then a line above says so). Give each run a folder of its own, or wait for the other one."
-    )
+KILLED = """
+import sys
+sys.path.insert(0, "tests")
+from test_stream import stream_of
+dataset = stream_of(sys.argv[1], remote=sys.argv[2])
+print(dataset._shm_prefix_int, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_that_is_killed_before_its_first_batch_leaves_its_folder_to_the_next_one(moments, tmp_path):
+    """With all its processes, so that none removes its shared memory; whoever may look at which other processes."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "cache"), str(moments)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as killed:
+        number = int(killed.stdout.readline())
+        os.killpg(killed.pid, signal.SIGKILL)
+    segments = sorted(Path("/dev/shm").glob(f"{number:06d}_*"))
+    assert Path(f"/dev/shm/{number:06d}_locals") in segments
+    dataset = stream_of(tmp_path / "cache", remote=str(moments))
+    assert len(dataset.read_batch([0])["moments"]) == 1
+    again = set(segments) if dataset._shm_prefix_int == number else set()
+    assert {path for path in segments if path.exists()} == again
 
 
 @pytest.mark.parametrize("by_a_link", [False, True], ids=["", "by a link"])
@@ -127,7 +144,7 @@ def test_another_process_has_the_cache_folder_also_after_its_first_batch(moments
     hold += "; time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold, str(cache / ".in_use")], stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"1\n"
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(StreamFailure) as error:
             stream_of(link if by_a_link else cache, remote=str(moments))
         other.kill()
     assert str(error.value) == (

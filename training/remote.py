@@ -18,7 +18,7 @@ from composer.utils import dist
 from filelock import FileLock, Timeout
 
 from cli import ranks
-from cli.errors import ConfigError
+from cli.errors import ConfigError, Failed
 from cli.log import log
 from record.checkpoint_files import FULL, WEIGHTS, find_newest, listed, number_of
 from record.checkpoint_folders import digest_of, remove
@@ -73,7 +73,7 @@ def bring_back(config: RunConfig, uploads: Uploads | None = None) -> tuple[RunCo
 
     Raises:
         ConfigError: on all ranks: the store cannot be read or written, or has another run of this name.
-        cli.errors.Failed: on all ranks: the store is away.
+        Failed: on all ranks: the store is away, or another process uses the run's folder.
     """
     if config.save.remote is not None:
         folder = Path(config.run_folder, config.run_name or "")
@@ -160,7 +160,7 @@ def _brought(config: RunConfig, folder: Path) -> tuple[bool, dict[str, Any] | No
         raise refusal(error, f"save.remote: {explain_store_error(error, store.address, 'written')}") from error
     except Timeout as error:
         given = f"another process is training in {folder}"
-        raise ConfigError([f"run_name: {given}. Wait for it, or take another run_name."]) from error
+        raise Failed(f"run_name: {given}. Wait for it, or take another run_name.") from error
     except OSError as error:
         raise ConfigError([f"run_folder: {error}. What {store.address} has of this run goes there."]) from error
     finally:

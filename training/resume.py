@@ -32,8 +32,8 @@ from record.summary import COST_KEYS, RESULT_KEYS, VAL_LOSS, rounded, spent, wri
 from stages.dataset import Stage
 from stages.fetch import INDEX
 from stages.keys import KEYS_FILE
-from stages.machine import LOCK_FILE
 from stages.mixture import StreamConfig
+from stages.shared_memory import LOCK_FILE
 from training.checkpoint_content import Progress, disagreements
 from training.evaluated import check_evaluations, has_files_of, is_evaluated_alike, measured
 from training.published import CANONICAL, CANONICAL_OF_BEFORE
@@ -376,7 +376,8 @@ def open_run(config: RunConfig) -> RunState:
     """Lock a run's folder and find its progress. All ranks call it.
 
     Raises:
-        ConfigError: another process uses it; all its checkpoints are damaged; or the newest one or the record is unreadable.
+        Failed: another process uses it.
+        ConfigError: all its checkpoints are damaged; or the newest one or the record is unreadable.
     """
     data, folder = config.data, Path(config.run_folder, config.run_name or "")
     lock = FileLock(folder / ".lock")
@@ -389,7 +390,7 @@ def open_run(config: RunConfig) -> RunState:
             return find_newest(folder / "checkpoints"), made
         except Timeout as error:
             given = f"another process is training in {folder}"
-            raise ConfigError([f"run_name: {given}. Wait for it, or take another run_name."]) from error
+            raise Failed(f"run_name: {given}. Wait for it, or take another run_name.") from error
         except BaseException as error:
             lock.release()
             _remove(made, folder)

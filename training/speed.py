@@ -31,6 +31,7 @@ from cli.limits import limited
 from cli.private_api import require_private_api
 from training import fp8
 from training.blocks import checkpoint_blocks, denoiser_parts
+from training.compile_cache import remove_unfinished_libraries
 
 BACKEND = "inductor"  # tests that count graphs use aot_eager, which compiles no kernels
 BACK_ENDS = {
@@ -335,6 +336,8 @@ def compile_networks(model: Network, keys: SpeedKeys, num_sizes: int = 1) -> Non
     """
     import torch._dynamo
 
+    if BACKEND == "inductor":
+        remove_unfinished_libraries()
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.recompile_limit = num_sizes * (
         GRAPHS_OF_WHOLE if keys.compile == "whole" else GRAPHS_OF_BLOCKS

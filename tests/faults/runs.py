@@ -324,9 +324,9 @@ class At:
         return self.compared(outcome, again, hit, ended_sec)
 
     def refused(self, refused: Started, ended_sec: float, run: Started) -> Verdict:
-        """Wait for the run's end, compare, and see that the other start was refused, by exit code 2."""
+        """Wait for the run's end, compare, and see that the other start was refused, by exit code 1 or 2."""
         self.finish(run)
-        outcome = "refused" if refused.code == 2 else f"not refused: exit code {refused.code}"
+        outcome = "refused" if refused.code in (1, 2) else f"not refused: exit code {refused.code}"
         return self.compared(outcome, run, refused, ended_sec)
 
     def close(self) -> None:

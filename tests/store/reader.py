@@ -20,6 +20,7 @@ import json
 import os
 import select
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -29,12 +30,12 @@ from typing import Any
 
 import torch
 from composer.utils import dist
+from filelock import FileLock
 from streaming import StreamingDataLoader, StreamingDataset
 
 from data import DataConfig, build_data
 from record.environment import environment
 from stages import fetch
-from stages.shared_memory import one_at_a_time
 from tests.store import processes, stage
 from zoo import load_family
 
@@ -45,9 +46,10 @@ DIST_TIMEOUT_SEC = 300.0
 
 def plain(task: dict[str, Any]) -> Any:
     """Return the loader that a user of streaming would write down."""
-    # Elsewhere on this machine runs may be about to take a number for their shared memory, and streaming's own search
-    # collides: what is measured here is the store.
-    with one_at_a_time() if dist.get_local_rank() == 0 else contextlib.nullcontext():
+    # Elsewhere on this machine plain loaders may be about to take a number for their shared memory, and streaming's own
+    # search collides: what is measured here is the store.
+    one_at_a_time = FileLock(Path(tempfile.gettempdir(), "plain-streams.lock"))
+    with one_at_a_time if dist.get_local_rank() == 0 else contextlib.nullcontext():
         dist.barrier()
         dataset = StreamingDataset(
             remote=task["remote"],
