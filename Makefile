@@ -221,10 +221,8 @@ miniature: $(STAMP)  ## the data of demo
 	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory -j 2 miniature-files
 
 # The launcher's own parting line goes to stdout after the result; it is no part of it. An interrupt is for the run alone.
-# Its page is named on stderr: the result stays the last line of stdout. Without a page there is the result all the same.
 define shown
 $(COMPOSER) -n 1 benchmark.py $(1) run_name=$(NAME) $(KEYS) | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
-@$(PY) -m reports.page runs/$(NAME) >&2 || true
 endef
 
 demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good (KEYS=seed=18)

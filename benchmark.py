@@ -9,7 +9,7 @@ the resolved run and its plan, wherever it would have to run, and stops. The fla
 With no YAML: SD2 at 512 pixels, global batch 2048, 30 batches.
 
 A run with a name resumes from its newest checkpoint when the same command is given again; a finished one says so. Where it
-writes checkpoints, SIGTERM and SIGUSR1 end it after the current batch, with one more checkpoint if there is time.
+writes checkpoints, Ctrl-C, SIGTERM and SIGUSR1 end it after the current batch, with one more checkpoint if there is time.
 
 Exit code: 0, or 2 when the configuration cannot run (every problem on a line of stderr), 1 when the data cannot be had any
 more, the memory was not enough or the run failed otherwise, 128 + signal after a signal.
@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import gc
 
-from cli import later
+from cli import interrupts, later
 
 later.hide("peft", "accelerate")  # which Composer imports; a run with an adapter brings it back
+if __name__ == "__main__":
+    interrupts.told("benchmark.py: interrupted before it began. The same command starts it again.")
 gc.disable()  # while libraries are loaded: a quarter of that time went into looking at what they have brought
 
 import contextlib
@@ -81,6 +83,7 @@ from training.copy_stream import CopyStream
 from training.cost import Cost, has_average_on_device, room_of_a_rank
 from training.destinations import Destination
 from training.device import build_device, composer_precision
+from training.endings import page_if_it_fails, what_is_left, write_page
 from training.eval_callbacks import (
     Pause,
     build_evaluation,
@@ -193,7 +196,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
     trainer.logger.log_hyperparameters({**as_written(config), "commit": record.environment["commit"]})
 
     # Fit: to the end, or to the target.
-    with record.clocked():
+    with page_if_it_fails(record.folder), record.clocked():
         if not (is_over or target.reached):
             fit(trainer, config, checkpointer, mlperf_log)
         elif not target.reached:  # it was stopped between its last checkpoint and its summary
@@ -206,6 +209,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
     record.facts |= {**networks.graphs.facts(), "stopped_early": is_early}
     result = record.finish(outcome_of(config, target, record))
     draw_evaluations(config, record)
+    write_page(record.folder)
     end(trainer, loader, result)
     run.release()
     return result
@@ -403,10 +407,9 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     if dist.get_local_rank() < torch.cuda.device_count():
         # Before anything asks the driver, so that no rank opens a context on the first GPU.
         torch.cuda.set_device(dist.get_local_rank())
-    command_line, debug = parse_command_line(argv, ALIASES), False
+    command_line, debug, resolved = parse_command_line(argv, ALIASES), False, None
     masking.watch()
     sys.argv[1:] = map(masking.masked, sys.argv[1:])  # W&B keeps them
-    is_speaker = dist.get_global_rank() == 0
     try:
         typed = {at.key for at in command_line.assignments}
         config = load(RunConfig, command_line, check=lambda config: check(as_tried(config, typed)[0]))
@@ -417,7 +420,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         say_what_is_later(command_line.yaml)
         if left_out is not None:
             log.info(left_out)
-        config = resolve(remote.as_begun(config))
+        config = resolved = resolve(remote.as_begun(config))
         asked_for_cpu()
         with remote.uploading(config) as uploads:
             result = remote.finished_here(config, uploads) or train(config, began, uploads)
@@ -435,9 +438,9 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         ranks.be_quiet()
         return int(stop.code)
     except SystemExit as stop:  # a signal before or after the training, or where nothing is saved
-        return ranks.stopped(stop)
+        return ranks.stopped(stop, what_is_left(resolved))
     ranks.be_quiet()
-    if is_speaker:
+    if dist.get_global_rank() == 0:
         if result["images_per_sec"] is None:
             given = f"measure.warmup_batches: of {result['batches']} batches none was measured here after the warm-up"
             log.info(f"{given}. Lower it, or raise max_duration.")

@@ -27,8 +27,9 @@ after a signal.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from cli import later
+    from cli import interrupts, later
 
+    interrupts.told("eval.py: interrupted before it began. The same command starts it again.")
     later.hide("peft", "accelerate")  # which Composer imports; a run with an adapter brings it back
 
 import contextlib
@@ -259,7 +260,7 @@ def main(argv: Sequence[str]) -> int:
         errors.tell(error, debug=debug)
         return 1
     except SystemExit as stop:
-        return ranks.stopped(stop)
+        return ranks.stopped(stop, "What is scored or drawn stays. The same command resumes it.")
     ranks.be_quiet()
     return 0
 

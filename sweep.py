@@ -27,7 +27,6 @@ if __name__ == "__main__":  # the imports below take seconds, and an interrupt i
     interrupts.told("sweep.py: interrupted while none of its runs went on. The same command does what is left.")
 
 import shlex
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,7 +52,6 @@ WRONG = ("refused", "timeout", "failed", "killed")
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     masking.watch()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Composer takes an interrupt for an exit without a word
     sweep = read_sweep(argv)
     only, code = statuses_of(sweep.own.only), commit()
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from cli import interrupts
 from cli.errors import ConfigError, Failed, Refused
 from cli.log import EVERY_RANK, log
 from cli.private_api import PrivateAPIMissing, check_private_api
@@ -62,9 +63,19 @@ def start(main: Callable[[list[str]], int]) -> NoReturn:
     """Run a command in a process of its own, and end with its code, whatever the launcher sends in the meantime.
 
     The first rank to leave has the launcher send SIGTERM to the others. SIGUSR1 ends it as SIGTERM does, see Composer.
+    An interrupt that the command leaves by ends it with the line of cli/interrupts.py.
     """
     signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(128 + number))
-    code = main(sys.argv[1:])
+    interrupts.begin()
+    try:
+        code = main(sys.argv[1:])
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if not isinstance(stop, KeyboardInterrupt) and stop.code != interrupts.CODE:
+            raise
+        interrupts.say()
+        code = interrupts.CODE
+    sys.stdout.flush()
+    interrupts.end(code)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # stays so while the interpreter goes down; a handler would not
     if code > 128:

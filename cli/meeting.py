@@ -25,6 +25,7 @@ import torch.distributed
 from composer.utils import dist
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
+from cli import interrupts
 from cli.errors import ConfigError, Failed
 from cli.log import EVERY_RANK, log
 
@@ -57,7 +58,7 @@ def named(ranks: list[int]) -> str:
 
 
 def meet(device: Device, timeout_sec: float, limit_sec: float = MEET_SEC, *, key: str | None = None) -> None:
-    """Meet the other ranks. Until all are there SIGTERM ends this one at once: another has left, and nothing is to be saved.
+    """Meet the other ranks. Until all are there SIGTERM and SIGINT end this one at once: nothing is to be saved.
 
     Args:
         timeout_sec: of every collective of the run.
@@ -69,7 +70,7 @@ def meet(device: Device, timeout_sec: float, limit_sec: float = MEET_SEC, *, key
         Failed: a rank has not come.
     """
     if dist.get_world_size() > 1 and not torch.distributed.is_initialized():
-        with _ended_by_sigterm():
+        with _ended_by_sigterm(), interrupts.at_once():
             more = f", or give {key} more" if key else ""
             store = _open_store(limit_sec, more)
             _check_in(store, limit_sec, more)

@@ -39,7 +39,7 @@ QUIET_SEC = 3.0  # for a thread that watches to end; longer where rank 0's store
 ASK_SEC = 0.5  # between two looks for another rank's signal
 STALL_SEC = 1800.0  # without a piece of work done anywhere: a rank is lost, and the next collective says so
 ALIGNED = 64  # bytes, where an array begins
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 _watching: list[tuple[threading.Event, list[threading.Thread]]] = []
 _before_leaving: list[Callable[[str], None]] = []
@@ -202,14 +202,20 @@ def once_a_machine(work: Callable[[], Result]) -> Result:
     return pickle.loads(head, buffers=arrays)  # this machine's first rank has just written it
 
 
-def stopped(stop: SystemExit) -> int:
-    """Say that a signal has ended this rank, perhaps alone, and tell the others; return the code."""
+def stopped(stop: SystemExit, more: str = "The same command starts it again.") -> int:
+    """Say that a signal has ended this rank, perhaps alone, and tell the others; return the code.
+
+    Args:
+        more: what is left, and what to do. It is said of an interrupt: after another signal the one who sent it knows.
+    """
     code = int(stop.code or 0)
-    if code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1):  # Ctrl-C comes to all of them
-        text = f"{signal.Signals(code - 128).name}: stopped"
-        if _store() is not None:  # else nobody hears it, and it may be the launcher's: another rank has left
+    if code in [128 + number for number in STOP_SIGNALS]:
+        text, is_interrupt = f"{signal.Signals(code - 128).name}: stopped", code == 128 + signal.SIGINT
+        # Without a store nobody hears it, and it may be the launcher's: another rank has left. Ctrl-C comes to all ranks of
+        # a machine, and those of others have to be told.
+        if _store() is not None and (num_nodes() > 1 or not is_interrupt):
             abort_all_ranks(text, code)
-        log.error(f"{text}.", extra=EVERY_RANK)
+        log.error(f"{text}. {more}" if is_interrupt else f"{text}.", extra={} if is_interrupt else EVERY_RANK)
     return code
 
 
@@ -268,7 +274,7 @@ class Signalled(Exception):
 
 @contextlib.contextmanager
 def noting_signals() -> Iterator[Callable[[], int]]:
-    """Note SIGTERM and SIGUSR1 instead of ending; gives what returns the first that came, 0: none."""
+    """Note the signals that stop a command instead of ending; gives what returns the first that came, 0: none."""
     noted: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in STOP_SIGNALS}
     try:

@@ -221,7 +221,7 @@ def host_memory(case: Case) -> list[Finding]:
     }
     if case.order is not None:
         need[machine.ORDER] = case.order.gib
-    if run.save.every_images and run.sharding == "off":
+    if run.save.is_on and run.sharding == "off":
         need["copy of the state for checkpoints"] = case.cost.checkpoint_gib(ema=run.ema.enabled)
     if torch.cuda.is_available():
         of_ema = case.cost.trained_parameters if run.ema.enabled and run.ema.device == "cpu" else 0
@@ -265,10 +265,10 @@ def schedule(case: Case) -> list[Finding]:
         )
         found.append(Finding(WARNING, "schedule", text))
     every, snapshots = run.save.every_images or 0, run.save.snapshot_every_images or 0
-    if not every and not run.data.synthetic:
+    if not run.save.is_on and not run.data.synthetic:
         text = "save.every_images: 0: a stopped run begins anew. Give an interval, unless that is intended."
         found.append(Finding(WARNING, "schedule", text))
-    if every > images:
+    if every > images and not run.save.every_min:
         text = f"save.every_images: {every:,} is more than the run ({length}): one checkpoint, at its end. Lower it, unless"
         found.append(Finding(WARNING, "schedule", f"{text} that is intended."))
     for key, value in (("every_images", every), ("snapshot_every_images", snapshots)):
@@ -303,7 +303,7 @@ def disk(case: Case) -> list[Finding]:
     needs = stage_checks.need_of_cache(case.config.data, case.opened) if not found else []
     if run is not None and not limits.unwritable(run.run_folder):
         folder = Path(run.run_folder, run.run_name or "")
-        if run.save.every_images:
+        if run.save.is_on:
             gib, num = case.cost.checkpoint_gib(ema=run.ema.enabled), run.save.keep + 1
             if text := limits.room_problem(folder, gib, num):
                 return [*found, Finding(ERROR, "disk", f"save: {text}")]

@@ -358,13 +358,14 @@ def memory_problems(config: RunConfig, num_batches: int | None) -> list[Problem]
     text = host_memory_problem(cost, dist.get_local_world_size())
     found += [Problem(f"model.frozen_device: {text}", ("model.frozen_device", *MEMORY_KEYS))] if text else []
     every, snapshot_every = config.save.every_images or 0, config.save.snapshot_every_images or 0
-    if min(every, snapshot_every) >= 0 < max(every, snapshot_every):  # invalid values are reported by the section
-        ema, num = config.ema.enabled, config.save.keep + 1 if every else 0
+    is_on = config.save.is_on or snapshot_every > 0
+    if is_on and min(every, snapshot_every, config.save.every_min or 0.0) >= 0:  # the section reports invalid values
+        ema, num = config.ema.enabled, config.save.keep + 1 if config.save.is_on else 0
         num_snapshots = (num_batches or 0) * config.global_batch_size // snapshot_every if snapshot_every else 0
         sizes = (cost.checkpoint_gib(ema=ema), num, cost.snapshot_gib(ema=ema), num_snapshots)
         if text := limits.room_problem(Path(config.run_folder, config.run_name or ""), *sizes):
-            keys = ("save.every_images", "save.snapshot_every_images", "save.keep", "run_folder", "max_duration")
-            found.append(Problem(f"save: {text}", (*keys, *MEMORY_KEYS)))
+            keys = ("save.every_images", "save.every_min", "save.snapshot_every_images", "save.keep")
+            found.append(Problem(f"save: {text}", (*keys, "run_folder", "max_duration", *MEMORY_KEYS)))
     return found
 
 

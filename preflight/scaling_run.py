@@ -87,7 +87,7 @@ def facts_of(config: Any, cost: Any, name: str, images: int | None) -> Facts:
     of = exchange_of(config.precision, config.sharding)
     microbatch = config.device_train_microbatch_size
     every = config.eval.every_images if config.eval.when == "in_training" else None
-    saves = bool(config.save.every_images)
+    saves = config.save.is_on
     return Facts(
         name,
         cost.flops_per_image / 1e12,

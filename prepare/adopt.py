@@ -28,7 +28,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -39,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from cli.command import command
+from cli.command import command, start
 from cli.command_line import Problem, parse_command_line
 from cli.errors import ConfigError, Failed, Refused
 from cli.files import write_whole
@@ -376,4 +375,4 @@ def check(config: AdoptConfig) -> list[Problem]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

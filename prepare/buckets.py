@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from typing import Any
 from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
-from cli.command import command
+from cli.command import command, start
 from cli.errors import ConfigError, Failed
 from cli.limits import ImageSize, limited, size_in_bytes
 from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
@@ -238,4 +237,4 @@ def input_problems(location: str, stage: Stage) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

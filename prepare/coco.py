@@ -26,13 +26,12 @@ Exit code: 0 if all that was asked for is there, 1 if an image is unreadable or 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cli.command import command
+from cli.command import command, start
 from cli.command_line import Problem
 from cli.errors import ConfigError, Failed, Refused
 from cli.files import write_whole
@@ -281,4 +280,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

@@ -14,7 +14,6 @@ Exit code: 0 without an error, 1 with one, 2 when the command line cannot be rea
 from __future__ import annotations
 
 import dataclasses
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from composer.utils import dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cli.command import command
+from cli.command import command, start
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load
@@ -187,4 +186,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

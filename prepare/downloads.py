@@ -19,19 +19,13 @@ Exit code: 0 if all is there, 1 if something could not be had or is damaged, 2 i
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # the imports below take seconds, and an interrupt in them never reaches main
-    from cli import interrupts
-
-    interrupts.told("prepare.downloads: interrupted. What has come stays; the same command resumes from there.")
-
 import fnmatch
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.command import command
+from cli.command import command, start
 from cli.command_line import Problem
 from cli.errors import ConfigError, Failed, Refused
 from cli.files import write_whole
@@ -326,4 +320,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

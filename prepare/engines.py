@@ -154,7 +154,10 @@ class Local:
             except concurrent.futures.BrokenExecutor as error:
                 text = "workers: one was killed, perhaps for want of memory"
                 raise Failed(f"{text}. {GO_ON}; workers=1 takes least.") from error
-            except BaseException:
+            except BaseException as error:
+                if not isinstance(error, Exception | GeneratorExit):  # interrupted: what they are at is made again
+                    for worker in multiprocessing.active_children():
+                        worker.kill()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from cli.command import command
+from cli.command import command, start
 from cli.command_line import Problem
 from cli.errors import ConfigError, Failed, Refused
 from cli.limits import limited
@@ -251,4 +250,4 @@ def _make(paths: Sequence[Path], out: Path, extractor: Extractor, config: FidSta
 if __name__ == "__main__":
     from prepare.fid_statistics import main as named  # workers of a cluster know the classes by this module's name
 
-    sys.exit(named(sys.argv[1:]))
+    start(named)

@@ -33,7 +33,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ import torch
 from composer.utils import dist
 from tqdm import tqdm
 
-from cli.command import command
+from cli.command import command, start
 from cli.command_line import Problem
 from cli.errors import ConfigError, Failed
 from cli.limits import ImageSize, Pixels, limited, size_in_bytes
@@ -321,4 +320,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     from prepare.latents import main as named  # workers of a cluster know the classes by this module's name
 
-    sys.exit(named(sys.argv[1:]))
+    start(named)

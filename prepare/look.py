@@ -40,7 +40,7 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from cli.command import command
+from cli.command import command, start
 from cli.command_line import Assignment, CommandLine, Problem, parse_command_line
 from cli.errors import ConfigError, Failed
 from cli.limits import limited
@@ -435,4 +435,4 @@ def _command_line(words: Sequence[str], stage: Stage | None) -> CommandLine:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +47,7 @@ import numpy as np
 from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
-from cli.command import command
+from cli.command import command, start
 from cli.command_line import Problem
 from cli.errors import ConfigError, Failed, Refused
 from cli.limits import ImageSize, limited, size_in_bytes
@@ -428,4 +427,4 @@ def _run(argv: Sequence[str], folder: Path) -> int:
 if __name__ == "__main__":
     from prepare.shards import main as named  # workers of a cluster know the classes by this module's name
 
-    sys.exit(named(sys.argv[1:]))
+    start(named)

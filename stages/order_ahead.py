@@ -44,6 +44,7 @@ class Ahead:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=(self._memory.fileno(),),
+            process_group=0,  # a terminal's Ctrl-C is for the run alone, which may still take the order
         )
 
     def take(self) -> Array:

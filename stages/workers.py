@@ -16,13 +16,15 @@ require_private_api(multiprocessing.util, "Finalize", why="a worker leaves at on
 def live_as_worker(worker_id: int) -> None:
     """Let a loader worker end with its trainer, whatever ended that, and by nothing but its trainer.
 
-    A batch system sends SIGTERM to every process of a job; a worker that obeyed it would take the trainer down before it has
-    written its checkpoint. A worker whose trainer was killed would live on, and hold the shared memory that a restart needs.
+    A batch system sends SIGTERM to every process of a job, and a terminal SIGINT (Ctrl-C); a worker that obeyed would take
+    the trainer down before it has written its checkpoint. A worker whose trainer was killed would live on, and hold the
+    shared memory that a restart needs.
     """
     if hasattr(signal, "sigwaitinfo"):  # Linux
         PR_SET_PDEATHSIG = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_the_trainer_says_so, daemon=True).start()
     # At its end leave at once: threads that a store's client has made may be joined only when its answer comes, and the

@@ -29,14 +29,19 @@ from conftest import ROOT, TINY_RUN, but_for_shared_memory, tree
 import benchmark
 from callbacks.run_record import RunRecord
 from callbacks.throughput import CLOCKS
+from cli.command_line import parse_command_line
 from cli.errors import ConfigError
+from config import load
 from record import checkpoint_files
 from record.checkpoint_files import FULL, WEIGHTS, find_newest, is_whole, listed, read, stem, write
 from record.config_file import read_config
+from reports import page
 from stages.moments import MomentsStream
 from training.checkpoint_content import Progress
 from training.checkpoints import STOP_SIGNALS, Checkpointer
+from training.endings import how_to_resume
 from training.resume import RunState, identity_of
+from training.run_config import ALIASES, RunConfig, resolve
 
 pytestmark = pytest.mark.timeout(60, func_only=True)
 
@@ -387,6 +392,74 @@ def test_a_run_without_checkpoints_begins_again_and_says_so(words_of, tmp_path, 
     assert not (tmp_path / "a" / "checkpoints").exists()
 
 
+def test_ctrl_c_says_that_nothing_was_saved_of_a_run_without_checkpoints(words_of, tmp_path, capsys, monkeypatch):
+    before = signal.signal(signal.SIGINT, lambda number, frame: sys.exit(128 + number))  # as in a process of its own
+    try:
+        words = words_of(tmp_path, "a", "save.every_images=0", "save.snapshot_every_images=0", "max_duration=10ba")
+        assert stopped_in_batch_five(monkeypatch, signal.SIGINT, *words) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err.endswith(
+        "SIGINT: stopped. Nothing was saved: save.every_images and save.every_min are 0. "
+        "The same command starts it again.\n"
+    )
+
+
+def minutes_of(*words: str) -> float | None:
+    command_line = parse_command_line(["model.family=shapes", "model.preset=tiny", "image_size=32", *words], ALIASES)
+    return resolve(load(RunConfig, command_line, check=lambda config: [])).save.every_min
+
+
+def test_a_run_that_is_given_no_interval_also_saves_by_time_unless_it_is_a_measurement():
+    assert minutes_of() == minutes_of("save.keep=3") == 30.0 and minutes_of("save.every_min=0") == 0.0
+    assert minutes_of("save.every_images=64") == minutes_of("save.every_images=0") == 0.0
+    assert minutes_of("save.every_images=64", "save.every_min=5") == 5.0
+    assert minutes_of("data.synthetic=true") == minutes_of("mlperf.enabled=true") == 0.0
+
+
+def test_a_checkpoint_that_time_has_brought_resumes_to_the_last_bit(words_of, whole, tmp_path):
+    """Here each batch takes longer than the interval; of images none falls due."""
+    own = ["save.every_images=null", "save.snapshot_every_images=0", "save.every_min=0.000001", "save.keep=99"]
+    words = words_of(tmp_path, "a", *own, "max_duration=10ba")
+    assert main(*words) == 0
+    paths = listed(tmp_path / "a" / "checkpoints", FULL)
+    assert [path.name[:19] for path in paths] == [f"full-ba{batch:012d}" for batch in range(10, 0, -1)]
+    for path in paths[:6]:
+        path.unlink()
+    (tmp_path / "a" / "summary.json").unlink()
+    assert main(*words, "save.every_min=0") == 0
+    assert same_training(newest(tmp_path, "a"), newest(whole, "whole"))
+    assert len(listed(tmp_path / "a" / "checkpoints", FULL)) == 5  # those four, and that of the end
+
+
+def test_every_run_gets_a_page_and_none_fails_for_it(words_of, whole, tmp_path, capsys, monkeypatch):
+    assert (whole / "whole" / "page.html").is_file()
+
+    def broken(folders):
+        raise ZeroDivisionError("a defect.")
+
+    monkeypatch.setattr(page, "write", broken)
+    assert main(*words_of(tmp_path, "a", "max_duration=1ba")) == 0
+    said, folder = capsys.readouterr(), tmp_path / "a"
+    assert f"page: it cannot be written: a defect. python -m reports.page {folder} tries again.\n" in said.err
+    assert said.out.splitlines()[-1].startswith("images_per_sec=")
+
+
+def test_a_run_that_fails_gets_a_page_too(words_of, tmp_path, monkeypatch):
+    def failing(self, state, logger):
+        raise OSError("no more")
+
+    monkeypatch.setattr(RunRecord, "after_train_batch", failing)
+    assert main(*words_of(tmp_path, "a")) == 1
+    assert "no more" in (tmp_path / "a" / "page.html").read_text()
+
+
+def test_a_run_that_was_given_no_name_says_which_one_resumes_it():
+    unnamed = resolve(RunConfig(global_batch_size=8))
+    assert how_to_resume(unnamed) == f"The same command with run_name={unnamed.run_name}"
+    assert how_to_resume(dataclasses.replace(unnamed, run_name="mine")) == "The same command"
+
+
 def test_synthetic_runs_write_no_checkpoint_unless_asked(tmp_path):
     small = ["model.family=shapes", "image_size=32", f"run_folder={tmp_path}", "run_name=a"]
     assert main(*TINY_RUN, "--use_synth_data", *small) == 0
@@ -632,8 +705,10 @@ def stopped_in_batch_five(monkeypatch, number: int, *words: str) -> int:
             signal.signal(number, handler)
 
 
-def test_a_signal_ends_the_run_at_the_next_batch_edge_with_a_checkpoint(words_of, whole, tmp_path, capsys, monkeypatch):
-    number = signal.SIGUSR1
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_ends_the_run_at_the_next_batch_edge_with_a_checkpoint(
+    number, words_of, whole, tmp_path, capsys, monkeypatch
+):
     words = words_of(tmp_path, "a", "max_duration=10ba")
     assert stopped_in_batch_five(monkeypatch, number, *words) == 128 + number
     gc.collect()  # the run's folder is free when its process ends: here, when its frames are gone

@@ -342,8 +342,8 @@ def test_a_command_that_is_killed_at_random_places_ends_with_the_same_files(publ
                 time.sleep(0.01)
             process.send_signal(sent)
             _, said = process.communicate(timeout=120)
-        assert process.returncode == (1 if sent == signal.SIGINT else -sent), (number, said)  # of `python -m`: 1
-        assert ("What has come stays; the same command resumes from there." in said) == (sent == signal.SIGINT)
+        assert process.returncode == (130 if sent == signal.SIGINT else -sent), (number, said)
+        assert ("What is done stays; the same command continues from there." in said) == (sent == signal.SIGINT)
         assert {path.name: path.read_bytes() for path in folder.glob("*.tar")}.items() <= CONTENT.items()
     kept = came(folder)
     web.asked.clear()

@@ -452,16 +452,6 @@ def test_code_that_changes_while_it_runs_is_said(tmp_path, stand_in, capsys, mon
     assert "small: the code was a and is b. The next call runs again what ran meanwhile." in capsys.readouterr().err
 
 
-def test_an_interrupt_while_no_run_goes_on_is_no_silent_exit(tmp_path, stand_in, monkeypatch):
-    monkeypatch.setattr(command, "finish", lambda *given: os.kill(os.getpid(), signal.SIGINT))
-    before = signal.signal(signal.SIGINT, lambda *given: sys.exit(130))  # as Composer's
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            stand_in(written(tmp_path, "matrix: {seed: [1]}\n"), {})
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_where_its_own_folder_is_taken_away_the_sweep_ends_with_a_line(tmp_path, stand_in, capsys, monkeypatch):
     def removed(sweep, all_points, state):
         shutil.rmtree(sweep.folder)

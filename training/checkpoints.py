@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from training.uploads import Uploads
 
 DEFAULT_EVERY_IMAGES = 512_000  # the evaluation interval of the MLPerf benchmark
+DEFAULT_EVERY_MIN = 30.0
 
 
 @dataclass(frozen=True)
@@ -54,23 +55,33 @@ class SaveConfig:
     every_images: int | None = limited(None, 0)
     """Images between full checkpoints; 0: never. null: eval.every_images if the run is evaluated, 0 with synthetic
     data, else 512000."""
+    every_min: float | None = limited(None, 0.0, 1e6)
+    """Minutes after a full checkpoint until the next one; 0: never. null: 30, or 0 if save.every_images is given, with
+    synthetic data or mlperf."""
     keep: int = limited(2, 1)
     """Number of newest full checkpoints to keep. All snapshots are kept."""
     snapshot_every_images: int | None = limited(None, 0)
     """Images between snapshots of the weights; 0: never. null: the default of every_images; for mlperf, without
     evaluation, the benchmark's interval."""
     grace_sec: float = limited(30.0, 0.0, 1e6)
-    """Seconds from SIGTERM or SIGUSR1 to the kill, 30 with Composer's launcher. A checkpoint is written if there is time."""
+    """Seconds from a signal or Ctrl-C to the kill, 30 with Composer's launcher. A checkpoint is written if there is time."""
     remote: str | None = None
     """s3://BUCKET/PREFIX: checkpoints and record go there too, into run_name. A machine without them resumes from there."""
     patience_sec: float = limited(600.0, 0.0, 1e6)
     """At the run's end: seconds in which save.remote may take nothing, while something is still to be uploaded."""
 
-    def resolved(self, every_images: int, snapshot_every_images: int) -> SaveConfig:
-        """Fill in these intervals where null was given."""
+    def resolved(self, every_images: int, snapshot_every_images: int, every_min: float) -> SaveConfig:
+        """Fill in these intervals where null was given; `every_min` only where images between checkpoints were not given."""
         every = every_images if self.every_images is None else self.every_images
         snapshots = snapshot_every_images if self.snapshot_every_images is None else self.snapshot_every_images
-        return dataclasses.replace(self, every_images=every, snapshot_every_images=snapshots)
+        if (minutes := self.every_min) is None:
+            minutes = every_min if self.every_images is None else 0.0
+        return dataclasses.replace(self, every_images=every, snapshot_every_images=snapshots, every_min=minutes)
+
+    @property
+    def is_on(self) -> bool:
+        """True for a resolved run that writes full checkpoints."""
+        return bool(self.every_images or self.every_min)
 
 
 class Stopped(SystemExit):
@@ -86,13 +97,14 @@ class Checkpointer(Callback):
 
     Args:
         folder: of the checkpoints.
-        config: with every_images and snapshot_every_images resolved.
+        config: with its intervals resolved.
         model: the ComposerModel itself, not wrapped by DDP.
         average: the EMA, if there is one.
         identity: key -> plain value; a checkpoint has to agree with it.
         before_saving: called on all ranks before saving; raises if the state must not be saved.
         resume_from: path and content of the checkpoint to resume from, or None.
         uploads: told of each checkpoint, on rank 0; None: save.remote is not given.
+        how_to_resume: what resumes the run, for the line of one that was stopped.
     """
 
     def __init__(
@@ -106,15 +118,22 @@ class Checkpointer(Callback):
         before_saving: Callable[[], None],
         resume_from: tuple[Path, Mapping[str, Any]] | None,
         uploads: Uploads | None = None,
+        how_to_resume: str = "The same command",
     ):
-        assert config.every_images is not None and config.snapshot_every_images is not None
+        assert (
+            config.every_images is not None
+            and config.snapshot_every_images is not None
+            and config.every_min is not None
+        )
         self.folder, self.config, self.model, self.identity = folder, config, model, dict(identity)
         self.average, self.before_saving, self.resume_from = average, before_saving, resume_from
         self.last_full: Path | None = resume_from[0] if resume_from else None
+        self.how_to_resume = how_to_resume
         self._copy, self._writing, self._uploads = HostCopy(), Behind(), uploads
         self._said_no_room = False
         self._last_batch = -1
         self._last_write_sec: float | None = None
+        self._saved_at = time.monotonic()  # of the last full checkpoint, on this rank
         self._signal = 0
         self._signal_at = 0.0
         self._handlers: dict[int, Any] = {}
@@ -134,9 +153,9 @@ class Checkpointer(Callback):
             self._last_batch = state.timestamp.batch.value
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        if not self.config.every_images:
+        if not self.config.is_on:
             return
-        self._state = state
+        self._state, self._saved_at = state, time.monotonic()
         if dist.get_world_size() > 1:
             # On the CPU, so that checking for a signal does not wait for a device.
             self._group = torch.distributed.new_group(backend="gloo")
@@ -154,11 +173,13 @@ class Checkpointer(Callback):
         every = {WEIGHTS: self.config.snapshot_every_images, FULL: self.config.every_images}
         due = [kind for kind, images in every.items() if _passed(images, before, now)]
         if self._handlers:
-            number, waited_sec = self._agree_on_signal()
+            number, waited_sec, is_late = self._agree_on_signal()
             if number:
                 if WEIGHTS in due:
                     self._save(state, [WEIGHTS])
                 self._stop(state, number, waited_sec)
+            if is_late and FULL not in due:
+                due.append(FULL)
         if due:
             self._save(state, due, behind=True)
 
@@ -171,14 +192,15 @@ class Checkpointer(Callback):
         """
         if not self._handlers or self._state is None:
             return is_here
-        number, waited_sec, are_here, _ = self._agree(is_here)
+        number, waited_sec, are_here, *_ = self._agree(is_here)
         if number:
             self._stop(self._state, number, waited_sec)
         return are_here
 
     def stop_between_batches(self, state: State) -> None:
         """Stop as between batches, after a signal has stopped an evaluation. All ranks call it."""
-        self._stop(state, *self._agree_on_signal())
+        number, waited_sec, _ = self._agree_on_signal()
+        self._stop(state, number, waited_sec)
 
     @property
     def signal(self) -> int:
@@ -186,7 +208,7 @@ class Checkpointer(Callback):
         return self._signal
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        if self.config.every_images and self._last_batch != state.timestamp.batch.value:
+        if self.config.is_on and self._last_batch != state.timestamp.batch.value:
             self._save(state, [FULL])
         self.settle()
         self._give_back_signals()
@@ -202,27 +224,30 @@ class Checkpointer(Callback):
                 signal.signal(number, handler)
         self._handlers = {}
 
-    def _agree_on_signal(self) -> tuple[int, float]:
-        """Return the signal that any rank has received, or 0, and the longest time since one. The same on all ranks.
+    def _agree_on_signal(self) -> tuple[int, float, bool]:
+        """Return the signal that any rank has received, or 0, the longest time since one, and whether save.every_min have
+        passed on rank 0's clock. The same on all ranks.
 
         Raises:
             OSError: on all ranks, what the write behind the step has failed with.
         """
-        number, waited_sec, _, has_failed = self._agree(True)
+        number, waited_sec, _, has_failed, is_late = self._agree(True)
         if has_failed:
             self.settle()
-        return number, waited_sec
+        return number, waited_sec, is_late
 
-    def _agree(self, is_here: bool) -> tuple[int, float, bool, bool]:
-        """As `_agree_on_signal`, and also return whether all ranks have their batch, and whether a write has failed."""
+    def _agree(self, is_here: bool) -> tuple[int, float, bool, bool, bool]:
+        """Return signal, time, whether all ranks have their batch, whether a write has failed, and whether one is late."""
         waited = time.monotonic() - self._signal_at if self._signal else 0.0
         has_failed = self._writing.has_failed or self._replaced is not None
+        every_sec = 60.0 * (self.config.every_min or 0.0)
+        is_late = dist.get_global_rank() == 0 and 0.0 < every_sec <= time.monotonic() - self._saved_at
         if self._group is None:
-            return self._signal, waited, is_here, has_failed
-        own = [float(self._signal), waited, float(not is_here), float(has_failed)]
+            return self._signal, waited, is_here, has_failed, is_late
+        own = [float(self._signal), waited, float(not is_here), float(has_failed), float(is_late)]
         seen = torch.tensor(own, dtype=torch.float64)
         torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX, group=self._group)
-        return int(seen[0]), float(seen[1]), not seen[2], bool(seen[3])
+        return int(seen[0]), float(seen[1]), not seen[2], bool(seen[3]), bool(seen[4])
 
     @property
     def _replaced(self) -> str | None:
@@ -247,7 +272,7 @@ class Checkpointer(Callback):
             self._save(state, [FULL])
             outcome = f"saved {self.last_full}"
         outcome += self._uploaded(waited_sec + time.monotonic() - heard_at)
-        log.info(f"{name}: stopped after batch {batch}; {outcome}. The same command resumes it.")
+        log.info(f"{name}: stopped after batch {batch}; {outcome}. {self.how_to_resume} resumes it.")
         self._handlers = {}  # not restored: when the first rank exits, the launcher sends SIGTERM to the others
         raise Stopped(128 + number)
 
@@ -311,7 +336,7 @@ class Checkpointer(Callback):
         if not behind:
             self.settle()
         if FULL in kinds:
-            self._last_batch = state.timestamp.batch.value
+            self._last_batch, self._saved_at = state.timestamp.batch.value, time.monotonic()
 
     def _has_room(self, content: Mapping[str, Any]) -> bool:
         has_room = self._copy.has_room(content)

@@ -46,7 +46,7 @@ def problems(config: RunConfig) -> list[tuple[str, str]]:
     if text := address_problem(remote):
         return [("save.remote", text)]
     with contextlib.suppress(ValueError):  # one of the run's other problems
-        if not resolve(config).save.every_images:
+        if not resolve(config).save.is_on:
             why = "given, but no full checkpoint is written: save.every_images is 0, its default with synthetic data"
             return [("save.remote", f"{why}. Give save.every_images, or leave save.remote out.")]
     return []

@@ -406,7 +406,7 @@ def open_run(config: RunConfig) -> RunState:
     made = [*made, *(path for path in of_cache if path not in made)]
     state = RunState(folder, Progress(0, 0, 0, 0, 0, 0.0), None, lock if dist.get_global_rank() == 0 else None, made)
     with state.or_nothing():
-        if config.save.every_images and (config.save.remote is None or is_sharded(config)):
+        if config.save.is_on and (config.save.remote is None or is_sharded(config)):
             check_is_shared(folder)  # else training/remote.py has given each machine what it reads
         content = None if newest is None else outline(newest)
         if newest is not None and content is not None:

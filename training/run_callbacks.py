@@ -31,6 +31,7 @@ from stages.mixture import names_of
 from training import speed
 from training.checkpoints import Checkpointer
 from training.cost import Cost, has_average_on_device
+from training.endings import how_to_resume
 from training.health import Health
 from training.run_config import RunConfig
 from training.uploads import Uploads
@@ -73,6 +74,7 @@ def build_checkpointer(
         before_saving=before_saving,
         resume_from=resume_from,
         uploads=uploads,
+        how_to_resume=how_to_resume(config),
     )
 
 

@@ -27,7 +27,7 @@ from model import LatentDiffusion, build_model, zero_states
 from stages.dataset import EMPTY_DIGEST, Stage
 from stages.empty_text import has_empty_text, read_empty_text
 from training import speed
-from training.checkpoints import DEFAULT_EVERY_IMAGES, SaveConfig
+from training.checkpoints import DEFAULT_EVERY_IMAGES, DEFAULT_EVERY_MIN, SaveConfig
 from training.health import HealthConfig
 from training.loggers import LoggersConfig
 from training.optimizer import OptimizerConfig, ScheduleConfig
@@ -170,10 +170,11 @@ def resolve(config: Config) -> Config:
         every = snapshots = evaluation.every_images or 0
     else:
         snapshots = SD.interval(batch) if every and _is_sd(config) else every  # the rules ask for these
+    is_timed = config.data.synthetic or config.mlperf.enabled  # nothing is written in it that was not asked for
     return dataclasses.replace(
         config,
         run_name=config.run_name or _new_name(config),
-        save=config.save.resolved(every, snapshots),
+        save=config.save.resolved(every, snapshots, 0.0 if is_timed else DEFAULT_EVERY_MIN),
         eval=evaluation,
         validation=config.validation.resolved(batch),
         samples=config.samples.resolved(batch),
@@ -200,10 +201,14 @@ def _has_mask(family: Family, size: Sequence[int]) -> bool:
     return "mask" in family.columns("moments", size, stored_text=True)
 
 
-def _new_name(config: RunConfig) -> str:
+def name_without_time(config: RunConfig) -> str:
+    """Return how the name of a run begins that was given none."""
     frames = "".join(f"-{num}f" for num in config.size[2:])
-    what = f"{config.model.family}-{config.model.preset}-{config.size[0]}px{frames}"
-    return f"{what}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return f"{config.model.family}-{config.model.preset}-{config.size[0]}px{frames}"
+
+
+def _new_name(config: RunConfig) -> str:
+    return f"{name_without_time(config)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def needs_encoders(config: RunConfig) -> bool:

@@ -1,8 +1,7 @@
 """Run `python -m prepare.shapes`, see command.py."""
 
-import sys
-
+from cli.command import start
 from prepare.shapes.command import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start(main)

@@ -81,7 +81,9 @@ INT_TO = dict.fromkeys(EIGHT, "all")
 
 ROWS: dict[str, Row] = {
     **_signals("sigterm", signal.SIGTERM, {"target": "went on"}, STOPPED_TERM, TERM_TO),
-    **_signals("sigint", signal.SIGINT, {}, {}, INT_TO),
+    **_signals(
+        "sigint", signal.SIGINT, {"target": "went on"}, dict.fromkeys(IN_FIT, SAVED.replace("TERM", "INT")), INT_TO
+    ),
     **_signals("kill_rank_0", signal.SIGKILL, {}, {}, _each("0")),
     **_signals("kill_rank_1", signal.SIGKILL, {}, {}, _each("1")),
     **_signals(

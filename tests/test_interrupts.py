@@ -1,0 +1,134 @@
+"""Ctrl-C, as a terminal sends it: to a launcher, its ranks and their workers at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, run, started
+from test_checkpoints import newest, same_training
+
+from record.checkpoint_files import FULL, listed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400, func_only=True)]
+
+AT_IMPORTS = {
+    ("sweep.py", "none"): "sweep.py: interrupted while none of its runs went on. The same command does what is left.\n",
+    ("benchmark.py",): "benchmark.py: interrupted before it began. The same command starts it again.\n",
+    ("eval.py", "runs/none"): "eval.py: interrupted before it began. The same command starts it again.\n",
+    (
+        "-m",
+        "prepare.shards",
+        "in",
+        "out",
+    ): "prepare.shards: interrupted. What is done stays; the same command continues from there.\n",
+}
+
+
+@pytest.mark.parametrize(("words", "text"), AT_IMPORTS.items(), ids=lambda value: value[-1] if len(value) < 9 else "")
+def test_an_interrupt_in_the_imports_is_one_line(words, text):
+    with subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:  # cold, so that it has imports
+        while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (130, text)
+
+
+def interrupted(process: subprocess.Popen[str]) -> str:
+    """Send SIGINT to all processes of a command, as Ctrl-C does, and return all that it said."""
+    os.killpg(process.pid, signal.SIGINT)
+    printed, said = process.communicate(timeout=120)
+    return printed + said
+
+
+def until(process: subprocess.Popen[str], is_there) -> None:
+    while not is_there():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def lines_in(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.fixture
+def words(miniature, tmp_path):
+    """Words of a run of which time alone would bring checkpoints."""
+    own = ["save.every_images=null", "save.snapshot_every_images=0", "measure.window_batches=1", "data.workers=1"]
+    return lambda name, *more: miniature.small(tmp_path, name, *own, *more)
+
+
+def test_ctrl_c_saves_the_last_batch_on_all_ranks_and_the_same_command_resumes_it(words, tmp_path):
+    """Both end after the same batch; the resumed run ends as the unbroken one."""
+    own = words("a", "max_duration=5000ba")
+    with started("composer", "-n", "2", "benchmark.py", *own, output=subprocess.PIPE) as process:
+        until(process, lambda: lines_in(tmp_path / "a" / "metrics.jsonl") > 2)
+        said = interrupted(process)
+    assert process.returncode == 130, said
+    [path] = listed(tmp_path / "a" / "checkpoints", FULL)
+    batch = int(path.name[7:19])
+    line = f"SIGINT: stopped after batch {batch}; saved {path}. The same command resumes it.\n"
+    assert line in said and said.count("Traceback") == 1, said  # the launcher's
+    assert said.index("SystemExit: 130") < said.index(line)
+    assert (tmp_path / "a" / "page.html").is_file()
+    more = f"max_duration={batch + 3}ba"
+    resumed = run("composer", "-n", "2", "benchmark.py", *own, more)
+    assert resumed.returncode == 0 and f"resumes from batch {batch}, " in resumed.stderr, resumed.stderr
+    assert run("composer", "-n", "2", "benchmark.py", *words("whole", more)).returncode == 0
+    assert same_training(newest(tmp_path, "a"), newest(tmp_path, "whole"))
+
+
+def test_a_second_one_ends_every_process_at_once(words, tmp_path):
+    """Rank 0 would wait for rank 1, which is stopped: the main thread of rank 0 is in C++ code, in a collective."""
+    command = ["composer", "-n", "2", "benchmark.py", *words("a", "max_duration=5000ba")]
+    with started(*command, output=subprocess.PIPE) as process:
+        until(process, lambda: lines_in(tmp_path / "a" / "metrics.jsonl") > 2)
+        launcher = psutil.Process(process.pid)
+        first, second = sorted(launcher.children(), key=lambda child: (child.create_time(), child.pid))
+        second.suspend()
+        time.sleep(1.0)
+        try:
+            for _ in range(2):
+                os.killpg(process.pid, signal.SIGINT)
+                time.sleep(0.5)
+            first.wait(timeout=60)
+            process.wait(timeout=60)
+        finally:
+            second.kill()
+    assert process.returncode == 130 and not listed(tmp_path / "a" / "checkpoints", FULL)
+
+
+def test_rank_0_says_on_its_clock_when_all_save(words, tmp_path):
+    done = run("composer", "-n", "2", "benchmark.py", *words("a", "save.every_min=0.000001", "save.keep=9"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [int(path.name[7:19]) for path in listed(tmp_path / "a" / "checkpoints", FULL)] == [4, 3, 2, 1]
+
+
+PARTS = """
+import sys, time
+from pathlib import Path
+from cli.command import start
+from prepare.engines import Local
+
+def make(number):
+    Path(sys.argv[1], str(number)).touch()
+    time.sleep(300)
+
+start(lambda argv: list(Local(lambda: make, 2).run([1, 2, 3])) and 0)
+"""
+
+
+def test_workers_of_a_command_end_with_it_and_print_nothing(tmp_path):
+    with started(sys.executable, "-c", PARTS, str(tmp_path), output=subprocess.PIPE) as process:
+        until(process, lambda: len(list(tmp_path.iterdir())) == 2)
+        said = interrupted(process)
+    assert (process.returncode, said) == (130, "Interrupted. The same command starts it again.\n")
