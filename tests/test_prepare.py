@@ -280,7 +280,7 @@ def test_every_kind_of_caption_is_stripped_or_skipped_with_its_reason(tmp_path):
         "lines": "one\r\ntwo\n\nthree",
         "accents": "\u00e4\u4e16\U0001f600",
         "nul": "a\0b",
-        "marked": "\ufeffwith a byte order mark",
+        "marked": "with a byte order mark",
     }
     assert [(key, reason) for _, key, reason in skipped(tmp_path / "out" / "skipped.jsonl")] == [
         ("spaces", "empty caption"),
