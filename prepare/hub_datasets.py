@@ -14,7 +14,7 @@ import contextlib
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ import xxhash
 
 from cli.errors import Failed, Refused
 from prepare.parts import GO_ON
-from prepare.samples import Sample, Taken
-from prepare.sources import Source, SourceError, damage_told
+from prepare.samples import Sample, SourceError, Taken
+from prepare.sources import Ignore, Source, damage_told
 from prepare.tables import ImageFiles, Table, check_columns, needed
 from stages.images import SampleError
 
@@ -99,7 +99,7 @@ class HubShard(Table):
         known = {"revision": self.split.revision, "digest": self.split.digest}
         return {"name": self.name, **{key: value for key, value in known.items() if value is not None}}
 
-    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+    def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
         of_hub = self.split.revision is not None
         files = HubFiles(self.split.address) if of_hub else ImageFiles(self.split.address)
         with _network_told(self.name) if of_hub else damage_told(self.name):

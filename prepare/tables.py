@@ -14,7 +14,7 @@ import errno
 import importlib
 import json
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -22,10 +22,12 @@ from typing import Any, BinaryIO
 import xxhash
 
 from cli.errors import Failed, Refused
+from prepare.counts import EMPTY
 from prepare.objects import Objects, StoreObject
 from prepare.parts import GO_ON
-from prepare.samples import Row, Sample, Taken
-from prepare.sources import MAX_MEMBER_BYTES, Source, SourceError, damage_told, known_by
+from prepare.samples import Row, Sample, SourceError, Taken
+from prepare.sources import Ignore, Source, damage_told, known_by
+from prepare.tars import MAX_MEMBER_BYTES
 from stages.images import SampleError
 from stages.store_errors import address_problem, scheme_of
 
@@ -104,12 +106,12 @@ class Table(Source):
         """
         stem, number = PurePosixPath(self.file_name).stem, first - 1
         for number, (values, problem) in enumerate(rows, first):
-            row = Row(f"{stem}/{number:08d}", values, files, problem)
+            row = Row(f"{stem}/{number:08d}", values, problem, files)
             own = _own_key(row, taken)
             row.key = row.key if own is None else own
             yield row
         if number < first:
-            raise SourceError("has no sample")
+            raise SourceError(EMPTY)
 
     @property
     def file_name(self) -> str:
@@ -150,7 +152,7 @@ class Columnar(Table):
     def known_by(self) -> dict[str, Any]:
         return known_by(self.place) if isinstance(self.place, Path) else self.place.known_by()
 
-    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+    def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
         if isinstance(self.place, Path):
             where, beside, path = str(self.place), str(self.place.parent), self.place
         else:
@@ -243,7 +245,7 @@ class Lines(Table):
     def known_by(self) -> dict[str, Any]:
         return {"name": self.name, "bytes": self.end - self.start, "digest": self.digest}
 
-    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+    def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
         files = ImageFiles(self.folder)
         with damage_told(str(self.path)), open(self.path, "rb") as file:
             file.seek(self.start)

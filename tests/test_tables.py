@@ -111,7 +111,7 @@ def test_every_file_of_a_folder_is_a_part_and_a_broken_one_is_counted(tmp_path, 
     whole = (folder / "1.parquet").read_bytes()
     (folder / "1.parquet").write_bytes(whole[: len(whole) // 2])
     (folder / "5.parquet").write_bytes(b"")
-    assert make(folder, tmp_path / "out") == 0
+    assert make(folder, tmp_path / "out") == 1
     assert [row["jpg"] for row in rows(tmp_path / "out")] == [*images(5), *images(5, 10)]
     assert [entry for entry in skipped(tmp_path / "out" / "skipped.jsonl") if entry[1] is None] == [
         ("1.parquet", None, "cannot be read to its end"),
@@ -131,7 +131,7 @@ def test_a_page_that_is_damaged_ends_its_file_and_is_counted(tmp_path):
     at = data.index(files[35])
     data[at - 4 : at] = b"\xff\xff\xff\x7f"  # the length of that image
     path.write_bytes(data)
-    assert make(path, tmp_path / "out") == 0
+    assert make(path, tmp_path / "out") == 1
     assert [row["jpg"] for row in rows(tmp_path / "out")] == files[: 2 * tables.ROWS_AT_ONCE]
     assert skipped(tmp_path / "out" / "skipped.jsonl") == [("t.parquet", None, "cannot be read to its end")]
 
