@@ -8,12 +8,14 @@ Parquet and Arrow need pyarrow, which requirements/tables.lock has.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import errno
 import importlib
 import json
 import posixpath
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,6 +24,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from cli.errors import Failed, Refused
+from prepare.cells import rows_of, tell_lost
 from prepare.counts import EMPTY
 from prepare.objects import Objects, StoreObject
 from prepare.parts import GO_ON
@@ -158,22 +161,26 @@ class Columnar(Table):
         else:
             where, beside = self.place.address, self.place.address.rpartition("/")[0]
             path = Objects().fetch(where, folder)
-        read = parquet_rows if path.suffix == ".parquet" else arrow_rows
+        read, lost = parquet_rows if path.suffix == ".parquet" else arrow_rows, Counter[str]()
         with damage_told(where):
-            yield from self.named_rows(((row, None) for row in read(path, taken)), taken, ImageFiles(beside))
+            yield from self.named_rows(((row, None) for row in read(path, taken, lost)), taken, ImageFiles(beside))
+        tell_lost(lost, where)
 
 
-def parquet_rows(path: Path, taken: Taken | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file as Python values."""
+def parquet_rows(path: Path, taken: Taken | None, lost: Counter[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file as Python values. `lost`: see `rows_of`."""
+    num_read = 0
     # Not a row group at once, which may be gigabytes of images: through a buffer, by a few rows.
     with needed("pyarrow.parquet").ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
         names = columns_to_read(file.schema_arrow, taken)
-        for batch in file.iter_batches(ROWS_AT_ONCE, columns=names, use_threads=False):
-            yield from batch.to_pylist()
+        with damage_told(str(path), lambda: file.metadata.num_rows - num_read):
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=names, use_threads=False):
+                yield from rows_of(batch, lost)
+                num_read += batch.num_rows
 
 
-def arrow_rows(path: Path, taken: Taken | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an Arrow file as Python values: a stream, as `save_to_disk` of `datasets` writes it, or Feather."""
+def arrow_rows(path: Path, taken: Taken | None, lost: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The same of an Arrow file: a stream, as `save_to_disk` of `datasets` writes it, or Feather."""
     arrow = needed("pyarrow")
     with arrow.memory_map(str(path)) as file:
         is_feather = file.read(6) == b"ARROW1"
@@ -184,7 +191,7 @@ def arrow_rows(path: Path, taken: Taken | None) -> Iterator[dict[str, Any]]:
         for batch in batches:
             wanted = batch.select(names)
             for start in range(0, wanted.num_rows, ROWS_AT_ONCE):
-                yield from wanted.slice(start, ROWS_AT_ONCE).to_pylist()
+                yield from rows_of(wanted.slice(start, ROWS_AT_ONCE), lost)
 
 
 def columns_to_read(schema: Any, taken: Taken | None) -> list[str]:
@@ -281,7 +288,7 @@ def cut(path: Path, folder: str) -> list[Lines]:
     is_csv = path.suffix in CSV
     with open(path, "rb") as file:
         header, delimiter = _header(file, path) if is_csv else (None, ",")
-        if not is_csv and file.peek(1).lstrip()[:1] == b"[":
+        if not is_csv and file.peek(4).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
             lines = f"jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
             raise ValueError(f"SOURCE: {path} is one JSON array. Possible: JSON lines, an object a line. Run: {lines}")
         marked = MarkedLines(file, f"{header}{delimiter}")

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from cli.errors import ConfigError, Failed, Refused
+from prepare import cells
 from prepare.laion.config import FILTERED, METADATA, FilterConfig, LaionConfig
 from prepare.laion.duplicates import MOST_ROWS, digests, duplicates_of, write_runs
 from prepare.laion.rows import Columns, conditions, find_columns, has_texts, needed, wanted_rows
@@ -180,11 +181,14 @@ def write_digests(place: Folder, parts: Sequence[Rows], config: FilterConfig, nu
 
 
 def values_of(column: Any) -> list[Any]:
-    """Return a column as Python values; texts as bytes, since writers of Parquet do not check that they are UTF-8."""
+    """Return a column as Python values; texts as bytes, since writers of Parquet do not check that they are UTF-8.
+
+    What has no Python value, such as a time out of range, is None.
+    """
     arrow = needed("pyarrow")
     if has_texts(column.type):
         column = column.cast(arrow.large_string()).cast(arrow.large_binary())
-    return column.to_pylist()
+    return cells.values_of(column, "", Counter())
 
 
 def _put_array(place: Folder, name: str, content: np.ndarray) -> None:
