@@ -30,7 +30,7 @@ def rows_of(batch: Any, lost: Counter[str]) -> list[dict[str, Any]]:
         return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def tell_lost(lost: Mapping[str, int], where: str) -> None:
+def log_lost(lost: Mapping[str, int], where: str) -> None:
     """Log which columns of a source have values that are stored as null."""
     for name, num in lost.items():
         log.warning(

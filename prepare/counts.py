@@ -72,7 +72,8 @@ class SampleCounts:
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> SampleCounts:
         """Return what `as_facts` has made JSON of."""
-        return cls(**{name: Counter(value) if name in COUNTERS else value for name, value in facts.items()})
+        values: dict[str, Any] = {name: Counter(value) if name in COUNTERS else value for name, value in facts.items()}
+        return cls(**values)
 
     def __str__(self) -> str:
         text = f"found {self.found:,} samples, wrote {self.written:,}, skipped {_with_reasons(self.skipped)}"
@@ -111,7 +112,7 @@ def where_to_look(counts: SampleCounts, address: str) -> str:
 
 
 class Ledger:
-    """Takes down what becomes of a source's samples. For each, call `read`, then `skip`, `leave_out` or count it as written.
+    """Records what becomes of a source's samples. For each, call `read`, then `skip`, `leave_out` or count it as written.
 
     lines: of skipped.jsonl, see `text_of`.
     """
@@ -133,13 +134,13 @@ class Ledger:
         self.counts.left_out[reason] += 1
 
     def fault(self, reason: str, lost: int = 0) -> None:
-        """Take down an error of the source itself. `lost`: samples that were not read for it, as far as is known."""
+        """Record an error of the source itself. `lost`: samples that were not read for it, as far as is known."""
         self.counts.bad_sources[reason] += 1
         self.counts.failed += Counter({reason: lost})
         self._note(None, reason, **({"samples": lost} if lost else {}))
 
     def ignore(self, name: str, reason: str | None) -> None:
-        """Take down a file that is not read. `reason`: why it belongs to no sample; None: it does."""
+        """Record a file that is not read. `reason`: why it belongs to no sample; None: it does."""
         self.counts.ignored_files += 1
         self.counts.ignored_example = self.counts.ignored_example or name
         if reason is not None:

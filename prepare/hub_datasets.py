@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from cli.errors import Failed, Refused
-from prepare.cells import rows_of, tell_lost
+from prepare.cells import log_lost, rows_of
 from prepare.parts import GO_ON
 from prepare.samples import Sample, SourceError, Taken
 from prepare.sources import Ignore, Source, damage_told
@@ -113,7 +113,7 @@ class HubShard(Table):
             batches = (batch for table in tables for batch in table.to_batches())
             rows = (row for batch in batches for row in rows_of(batch, lost))
             yield from self.named_rows(((row, None) for row in rows), taken, files)
-        tell_lost(lost, self.name)
+        log_lost(lost, self.name)
 
 
 @functools.lru_cache(maxsize=4)  # it asks the hub for its files; worker processes inherit what the first one heard

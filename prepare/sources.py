@@ -132,8 +132,11 @@ def read_source(source: Path, ignore: Ignore, taken: Taken | None = IMG2DATASET)
     """
     wanted = None if taken is None else {name.partition(":")[0] for name in taken.names} | ALWAYS
     files = (_tar_files if source.is_file() else _folder_files)(source, wanted, ignore)
-    parts: dict[str, set[str]] = {}
-    for key, of_key in itertools.groupby(_told(files, str(source)), operator.itemgetter(0)):
+    parts: dict[str, frozenset[str]] = {}
+    kinds: dict[
+        frozenset[str], frozenset[str]
+    ] = {}  # one set for all keys with the same parts: a tar may have millions
+    for key, of_key in itertools.groupby(_checked(files, str(source)), operator.itemgetter(0)):
         sample, not_read = Sample(key), []
         try:
             for _, part, name, content in of_key:
@@ -154,7 +157,8 @@ def read_source(source: Path, ignore: Ignore, taken: Taken | None = IMG2DATASET)
             continue
         if key in parts and not parts[key] & sample.files.keys():
             sample.problem = NOT_ADJACENT
-        parts[key] = parts.get(key, set()) | sample.files.keys()
+        of_sample = parts.get(key, frozenset()).union(sample.files)
+        parts[key] = kinds.setdefault(of_sample, of_sample)
         yield sample
     if not parts:
         raise SourceError(EMPTY)
@@ -164,7 +168,7 @@ Named = tuple[str, str, str, bytes | None]
 """Of a file: the key, the part, its own name, and its content; None: it is not wanted."""
 
 
-def _told(files: Iterator[Named], source: str) -> Iterator[Named]:
+def _checked(files: Iterator[Named], source: str) -> Iterator[Named]:
     with damage_told(source):
         yield from files
 

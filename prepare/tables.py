@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from cli.errors import Failed, Refused
-from prepare.cells import rows_of, tell_lost
+from prepare.cells import log_lost, rows_of
 from prepare.counts import EMPTY
 from prepare.objects import Objects, StoreObject
 from prepare.parts import GO_ON
@@ -164,7 +164,7 @@ class Columnar(Table):
         read, lost = parquet_rows if path.suffix == ".parquet" else arrow_rows, Counter[str]()
         with damage_told(where):
             yield from self.named_rows(((row, None) for row in read(path, taken, lost)), taken, ImageFiles(beside))
-        tell_lost(lost, where)
+        log_lost(lost, where)
 
 
 def parquet_rows(path: Path, taken: Taken | None, lost: Counter[str]) -> Iterator[dict[str, Any]]:

@@ -73,7 +73,7 @@ class TarStream:
         """Bytes of the member's content, and those that were not read yet, with what fills its last block."""
 
     def __iter__(self) -> Iterator[Member]:
-        is_ended, told = False, dict[str, bytes]()
+        is_ended, records = False, dict[str, bytes]()
         while block := self._file.read(BLOCK):
             if not block.strip(b"\0"):  # an end of archive, or what fills the file's last record
                 is_ended = True
@@ -81,20 +81,20 @@ class TarStream:
             info = _parse_header(block)
             is_ended = False
             if info.type in PAX or info.type == tarfile.GNUTYPE_LONGNAME:
-                told |= self._extended(info)
+                records |= self._extended(info)
                 continue
             if info.type in NOT_NEEDED:
                 self._begin(info.size)
                 self._skip()
                 continue
-            self._begin(_size_of(info, told))
-            is_sparse = info.type == tarfile.GNUTYPE_SPARSE or SPARSE in told
+            self._begin(_size_of(info, records))
+            is_sparse = info.type == tarfile.GNUTYPE_SPARSE or SPARSE in records
             if info.type == tarfile.GNUTYPE_SPARSE:
                 self._skip_sparse_map(block)
             if not info.isdir():
-                yield Member(_name_of(info, told), self._size, _problem_of(info, self._size, is_sparse))
+                yield Member(_name_of(info, records), self._size, _problem_of(info, self._size, is_sparse))
             self._skip()
-            told = {}
+            records = {}
         if not is_ended:
             raise tarfile.ReadError("no end of archive")
 
@@ -161,12 +161,12 @@ def _pax_records(content: bytes) -> dict[str, bytes]:
     return records
 
 
-def _size_of(info: tarfile.TarInfo, told: Mapping[str, bytes]) -> int:
+def _size_of(info: tarfile.TarInfo, records: Mapping[str, bytes]) -> int:
     """Return how many bytes of content follow. Raises tarfile.ReadError: the header does not say."""
     if info.type in tarfile.SUPPORTED_TYPES and not info.isreg():
         return 0  # links, folders and devices have no content, whatever their headers say
     try:
-        size = int(told.get("size", info.size))
+        size = int(records.get("size", info.size))
     except ValueError as error:
         raise tarfile.ReadError("damaged extended header") from error
     if size < 0:
@@ -174,8 +174,8 @@ def _size_of(info: tarfile.TarInfo, told: Mapping[str, bytes]) -> int:
     return size
 
 
-def _name_of(info: tarfile.TarInfo, told: Mapping[str, bytes]) -> str:
-    name: Any = told.get(SPARSE_NAME, told.get("path"))
+def _name_of(info: tarfile.TarInfo, records: Mapping[str, bytes]) -> str:
+    name: Any = records.get(SPARSE_NAME, records.get("path"))
     return info.name if name is None else name.decode("utf-8", "surrogateescape")
 
 

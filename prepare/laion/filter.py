@@ -190,7 +190,7 @@ def values_of(column: Any, name: str) -> list[Any]:
         column = column.cast(arrow.large_string()).cast(arrow.large_binary())
     lost: Counter[str] = Counter()
     values = cells.values_of(column, name, lost)
-    cells.tell_lost(lost, "metadata")
+    cells.log_lost(lost, "metadata")
     return values
 
 
