@@ -21,7 +21,7 @@ from prepare.objects import Objects, StoreObject, list_objects
 from prepare.samples import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from prepare.sources import MOMENTS_SUFFIX, Files, Source, TarObject
 from prepare.tables import COLUMNAR, LINES, Columnar, cut
-from prepare.tars import SUFFIXES, is_tar
+from prepare.tars import TAR_SUFFIXES, is_tar
 from stages.dataset import is_remote
 
 METADATA = tuple(f"metadata{suffix}" for suffix in (*LINES, ".parquet"))  # beside images, as Hugging Face has them
@@ -138,8 +138,8 @@ def _in_store(address: str, copies: Path) -> list[Source]:
         return _of_object(objects[0], copies)
     for depth in (0, 1):
         level = [one for one in objects if one.address.removeprefix(prefix).count("/") == depth]
-        for suffixes in (SUFFIXES, *COLUMNAR, *LINES):
-            if suffixes == SUFFIXES and depth:
+        for suffixes in (TAR_SUFFIXES, *COLUMNAR, *LINES):
+            if suffixes == TAR_SUFFIXES and depth:
                 continue
             if fitting := [one for one in level if one.address.endswith(suffixes)]:
                 one_split([one.address.removeprefix(prefix) for one in fitting], address)

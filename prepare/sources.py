@@ -133,9 +133,7 @@ def read_source(source: Path, ignore: Ignore, taken: Taken | None = IMG2DATASET)
     wanted = None if taken is None else {name.partition(":")[0] for name in taken.names} | ALWAYS
     files = (_tar_files if source.is_file() else _folder_files)(source, wanted, ignore)
     parts: dict[str, frozenset[str]] = {}
-    kinds: dict[
-        frozenset[str], frozenset[str]
-    ] = {}  # one set for all keys with the same parts: a tar may have millions
+    kinds: dict[frozenset[str], frozenset[str]] = {}  # a tar may have millions of keys with the same parts
     for key, of_key in itertools.groupby(_checked(files, str(source)), operator.itemgetter(0)):
         sample, not_read = Sample(key), []
         try:

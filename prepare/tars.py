@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from prepare.samples import SourceError
 
-SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBER_BYTES = 2**28  # 256 MiB, far more than any image
 MAX_HEADER_BYTES = 2**20  # of an extended header or a long name; a path has at most some thousand bytes
@@ -46,7 +46,7 @@ class Member:
 
 def is_tar(name: str) -> bool:
     """Tell by a file's name."""
-    return name.lower().endswith(SUFFIXES)
+    return name.lower().endswith(TAR_SUFFIXES)
 
 
 def open_tar(path: Path) -> BinaryIO:
