@@ -2,6 +2,7 @@
 
 OUT/plan.json                 the inputs and settings, as of any stage (prepare/parts.py)
 OUT/576x448/                  a stage for each size that has samples
+OUT/skipped.jsonl             those of all of them
 OUT/index.json                an index without shards
 OUT/dataset.json              and, last, the sizes and the number of samples (stages/dataset.py reads it)
 """
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cli.limits import ImageSize
+from prepare.counts import SKIPPED_FILE
 from prepare.parts import Plan
 from prepare.places import Place
 from stages.dataset import FACTS_FILE, write_facts
@@ -36,6 +38,8 @@ def finish_set(place: Place, plan: Plan, samples: Mapping[ImageSize, int]) -> No
         return
     facts = {key: value for key, value in plan.facts.items() if key != "sizes"}
     facts["buckets"] = [bucket_name(size) for size, num in samples.items() if num]
+    of_buckets = [place.read(f"{bucket_name(size)}/{SKIPPED_FILE}") for size in samples]
+    place.put_bytes(SKIPPED_FILE, b"".join(of_buckets))
     with place.scratch_folder() as folder:
         (folder / "index.json").write_text(json.dumps({"version": 2, "shards": []}))
         write_facts(folder, plan.stage, {"made_by": plan.made_by, **facts, "samples": sum(samples.values())})

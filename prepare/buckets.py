@@ -35,7 +35,7 @@ from cli.command import command, start
 from cli.errors import ConfigError, Failed
 from cli.limits import ImageSize, limited, size_in_bytes
 from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
-from prepare.counts import SampleCounts
+from prepare.counts import SampleCounts, where_to_look
 from prepare.encoder import open_shard
 from prepare.latents import open_input
 from prepare.parts import GO_ON, Part, Plan, begin, finish, make_part, parts_to_make
@@ -216,8 +216,8 @@ def main(argv: Sequence[str]) -> int:
         counts, area = write_set(config, *found, open_place(paths[1]))
     except OSError as error:
         raise Failed(f"OUT: {paths[1]} cannot be written: {error}. {GO_ON}.") from error
-    print(f"{counts}{area}; in {paths[1]}", flush=True)
-    return 0 if counts.written else 1
+    print(f"{counts}{area}; {where_to_look(counts, paths[1])}", flush=True)
+    return counts.exit_code
 
 
 def input_problems(location: str, stage: Stage) -> list[str]:

@@ -20,6 +20,7 @@ They are read from the zip; it is never unpacked.
 
 steps= says what is done of download, subset, images, statistics. What is there already is not made again. If stopped at any
 point, the same command goes on: a file appears whole or not at all.
+Images that are unreadable are all named in OUT/skipped.jsonl.
 Exit code: 0 if all that was asked for is there, 1 if an image is unreadable or the work failed, 2 if it could not start.
 """
 

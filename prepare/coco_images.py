@@ -5,13 +5,14 @@ PIL decodes, resizes and encodes without Python's lock, so that threads are enou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
 import os
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from cli.errors import Failed, Refused
 from cli.files import to_disk, whole, write_whole
 from prepare.coco_subset import image_name
+from prepare.counts import SKIPPED_FILE, Ledger
 from stages.moments import TIMESTEP
 
 if TYPE_CHECKING:
@@ -112,8 +114,9 @@ def write_images(folder: Path, table: DataFrame, pictures: Callable[[], Pictures
                 write_whole(folder / name, content)
             return problem
 
-        _in_threads(make, todo, len(todo), workers)
+        problems = _in_threads(make, todo, workers)
         to_disk(folder)
+        _check_all(problems, len(todo), source.path.name, folder.parent)
     return f"{len(names):,} of {size} x {size} px in {folder}, {len(todo):,} of them made now"
 
 
@@ -132,25 +135,37 @@ def write_tars(folder: Path, table: DataFrame, pictures: Callable[[], Pictures],
     if todo:
         source = pictures()
         source.check(image_name(row[0]) for name in todo for row in shards[name])
+        problems: dict[str, str] = {}
         with tqdm(total=sum(len(shards[name]) for name in todo), unit=" images", desc="resize") as progress:
             for name in todo:
-                with whole(folder / name) as temporary, tarfile.open(temporary, "w") as tar:
-                    _fill(tar, shards[name], source, size, workers, progress.update)
+                with (
+                    contextlib.suppress(_Incomplete),
+                    whole(folder / name) as temporary,
+                    tarfile.open(temporary, "w") as tar,
+                ):
+                    problems |= (found := _fill(tar, shards[name], source, size, workers, progress.update))
+                    if found:
+                        raise _Incomplete
         to_disk(folder)
+        _check_all(problems, sum(len(shards[name]) for name in todo), source.path.name, folder.parent)
     return f"{len(rows):,} of {size} x {size} px in {len(shards):,} tars in {folder}, {len(todo):,} of them made now"
+
+
+class _Incomplete(Exception):
+    """A tar lacks samples, and is not kept."""
 
 
 def _fill(
     tar: tarfile.TarFile, rows: Sequence[Any], source: Pictures, size: int, workers: int, done: Callable[[int], Any]
-) -> None:
-    """Write the samples of one tar, in order. Raises Failed: an image is unreadable."""
-    make, problems = functools.partial(_made, source, size=size, kind="PNG"), []
+) -> dict[str, str]:
+    """Write the samples of one tar, in order; return why images are unreadable, by name."""
+    make, problems = functools.partial(_made, source, size=size, kind="PNG"), {}
     with ThreadPoolExecutor(workers) as pool:
         made = pool.map(make, [image_name(row[0]) for row in rows])
         for (image_id, caption, timestep), (content, problem) in zip(rows, made, strict=True):
             done(1)
             if content is None:
-                problems.append(problem)
+                problems[image_name(image_id)] = problem or ""
                 continue
             key, name = f"{image_id:012}", image_name(image_id, "png")
             facts = {"id": str(image_id), "caption": caption, "filename": name, TIMESTEP: timestep}
@@ -159,8 +174,7 @@ def _fill(
                 about = tarfile.TarInfo(f"{key}.{suffix}")
                 about.size = len(text)
                 tar.addfile(about, io.BytesIO(text))
-    if problems:
-        raise _failed(problems)
+    return problems
 
 
 def _made(source: Pictures, name: str, size: int, kind: str) -> tuple[bytes | None, str | None]:
@@ -168,7 +182,7 @@ def _made(source: Pictures, name: str, size: int, kind: str) -> tuple[bytes | No
     try:
         return resized(source.read(name), size, kind), None
     except Exception as error:  # decoders raise a dozen classes
-        return None, f"{name} ({type(error).__name__}: {error})"
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _missing(folder: Path, names: Sequence[str]) -> list[str]:
@@ -179,23 +193,36 @@ def _missing(folder: Path, names: Sequence[str]) -> list[str]:
     return [name for name in names if name not in there]
 
 
-def _in_threads(make: Callable[[str], str | None], names: Sequence[str], total: int, workers: int) -> None:
-    """Call `make` for each name. Raises Failed: it returned problems; OSError: what it raised."""
-    problems = []
-    with ThreadPoolExecutor(workers) as pool, tqdm(total=total, unit=" images", desc="resize") as progress:
+def _in_threads(make: Callable[[str], str | None], names: Sequence[str], workers: int) -> dict[str, str]:
+    """Call `make` for each name; return the problems that it returned, by name. Raises OSError: what it raised."""
+    problems = {}
+    with ThreadPoolExecutor(workers) as pool, tqdm(total=len(names), unit=" images", desc="resize") as progress:
         try:
-            for future in as_completed([pool.submit(make, name) for name in names]):
-                problems += [problem] if (problem := future.result()) else []
+            futures = {pool.submit(make, name): name for name in names}
+            for future in as_completed(futures):
+                if problem := future.result():
+                    problems[futures[future]] = problem
                 progress.update()
         finally:
             pool.shutdown(cancel_futures=True)
+    return problems
+
+
+def _check_all(problems: Mapping[str, str], num_images: int, source: str, out: Path) -> None:
+    """Raise Failed if images are unreadable, with some of them; all are in skipped.jsonl.
+
+    Args:
+        problems: why they are, by name.
+        num_images: how many were read.
+    """
+    ledger = Ledger(source)
+    for name in sorted(problems):
+        ledger.skip(name, problems[name])
+    ledger.write(out / SKIPPED_FILE)
     if problems:
-        raise _failed(sorted(problems))
-
-
-def _failed(problems: Sequence[str]) -> Failed:
-    given = f"images: {len(problems):,} cannot be read: {_some(problems)}"
-    return Failed(f"{given}. {FETCH}. What is done stays; the same command resumes from there.")
+        named = _some([f"{name} ({problems[name]})" for name in sorted(problems)])
+        text = f"images: {len(problems):,} of {num_images:,} cannot be read: {named}; reasons: {out / SKIPPED_FILE}"
+        raise Failed(f"{text}. {FETCH}. What is done stays; the same command resumes from there.")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ the workers compute the features to the last bit as this process does: on the sa
 Keys: inception (pytorch-fid's weights file, or random for a trial), resize (bilinear299, as MLPerf's reference; bicubic256,
 as NVIDIA's submissions; must equal the evaluation's), image_size, batch_size (50), workers (decoding threads, 4),
 overwrite (false).
+Files of FOLDER that are no images are named in OUT.skipped.jsonl; so are all images that are unreadable (not of a cluster).
 Exit code: 0 if OUT was written, 1 if an image is unreadable or the work failed, 2 if it could not start.
 """
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,9 +42,10 @@ from cli.errors import ConfigError, Failed, Refused
 from cli.limits import limited
 from cli.log import log
 from evaluation.fid import FeatureSums, Statistics, covariance_warning, write_statistics
-from evaluation.image_folder import image_batches, list_images
+from evaluation.image_folder import image_batches, list_images, read_image
 from evaluation.inception import NEED, Extractor, load_inception
 from preflight.limits import unwritable
+from prepare.counts import SKIPPED_FILE, Ledger
 from prepare.engines import ActorKeys, check_actor_keys
 from prepare.words import read_words
 from weights import hub
@@ -189,6 +192,36 @@ def measure_on_cluster(paths: Sequence[Path], extractor: Extractor, config: FidS
     return sums.compute()
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def take_stock(paths: Sequence[Path], config: FidStatisticsConfig, *, read: bool) -> Ledger:
+    """Return what a folder has: its images, those that are unreadable if they are read, and its files that are none."""
+    folder = paths[0].parent
+    ledger = Ledger(folder.name)
+    ledger.counts.read = len(paths)
+    with ThreadPoolExecutor(config.workers) as pool:
+        for path, problem in zip(paths, pool.map(_problem_of, paths) if read else itertools.repeat(None), strict=False):
+            if problem is None:
+                ledger.counts.written += 1
+            else:
+                ledger.skip(path.name, problem)
+    images = {path.name for path in paths}
+    for name in sorted(entry.name for entry in os.scandir(folder) if entry.name not in images and not entry.is_dir()):
+        ledger.ignore(name, "is no image by its suffix")
+    return ledger
+
+
+def _problem_of(path: Path) -> str | None:
+    try:
+        read_image(path)
+    except ValueError as error:
+        return str(error).removeprefix(f"{path}: ").partition(". Possible")[0]
+    return None
+
+
 def build_extractor(config: FidStatisticsConfig) -> Extractor:
     """Return the image network. Raises ValueError: its weights are not there, or none."""
     assert config.inception is not None
@@ -229,21 +262,33 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _make(paths: Sequence[Path], out: Path, extractor: Extractor, config: FidStatisticsConfig) -> int:
+    skipped = out.with_suffix(f".{SKIPPED_FILE}")
     if text := covariance_warning(len(paths), extractor.num_features):
         log.warning(f"FOLDER: {text}")
     facts = {"extractor": extractor.name, "fingerprint": extractor.fingerprint, "resize": extractor.resize}
     if config.image_size is not None:
         facts["image_size"] = config.image_size
     try:
-        statistics = (measure if config.engine == "local" else measure_on_cluster)(paths, extractor, config)
+        try:
+            statistics = (measure if config.engine == "local" else measure_on_cluster)(paths, extractor, config)
+        except (Failed, Refused):
+            raise
+        except ValueError as error:
+            ledger = take_stock(paths, config, read=True)
+            ledger.write(skipped)
+            counts = ledger.counts
+            more = f" {counts.skipped.total():,} of {counts.found:,} images cannot be read; reasons: {skipped}."
+            raise Failed(f"{error}{more if counts.skipped else ''}") from error
+        ledger = take_stock(paths, config, read=False)
+        ledger.write(skipped)
         write_statistics(out, statistics, facts)
     except (Failed, Refused):
         raise
-    except ValueError as error:
-        raise Failed(str(error)) from error
     except OSError as error:
         raise Failed(f"OUT: {out} cannot be written: {error}.") from error
     print(f"statistics of {len(paths):,} images, {extractor.num_features:,} features of {extractor.name}: {out}")
+    if ledger.lines:
+        print(f"{ledger.counts}; reasons: {skipped}")
     return 0
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from cli.errors import Refused
+from cli.log import log
 from prepare.hub_datasets import HUB, HUB_NAME, HubKeys, find_split
 from prepare.objects import Objects, StoreObject, list_objects
 from prepare.samples import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from prepare.sources import MOMENTS_SUFFIX, Files, Source, TarObject
 from prepare.tables import COLUMNAR, LINES, Columnar, cut
+from prepare.tars import TAR_SUFFIXES, is_tar
 from stages.dataset import is_remote
 
 METADATA = tuple(f"metadata{suffix}" for suffix in (*LINES, ".parquet"))  # beside images, as Hugging Face has them
@@ -68,7 +71,7 @@ def hub_name(word: str) -> str | None:
     """Return OWNER/NAME, or OWNER/NAME@REVISION, of a data set on the hub; None: it is none."""
     if word.startswith(HUB):
         return word.removeprefix(HUB).strip("/")
-    is_file = PurePosixPath(word).suffix in (*COLUMNAR, *LINES, ".tar", ".json")
+    is_file = PurePosixPath(word).suffix in (*COLUMNAR, *LINES, ".json") or is_tar(word)
     is_name = HUB_NAME.fullmatch(word.partition("@")[0]) and not is_file and not Path(word).exists()
     return word if is_name and not Path(word).parent.exists() else None
 
@@ -79,7 +82,7 @@ def _on_disk(path: Path) -> list[Source]:
         return _of_file(path, str(path.parent))
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder. Possible: {POSSIBLE}, s3://..., hf://datasets/OWNER/NAME.")
-    found: list[Source] = [Files(tar) for tar in sorted(path.glob("*.tar"))]
+    found: list[Source] = [Files(file) for file in sorted(path.iterdir()) if is_tar(file.name)]
     children = [path, *sorted(child for child in path.iterdir() if child.is_dir())]
     for child in children:
         if _holds_samples(child):
@@ -93,7 +96,18 @@ def _on_disk(path: Path) -> list[Source]:
             found += [source for table in tables for source in _of_file(table, str(table.parent))]
     if not found:
         raise ValueError(f"{path}: holds neither tars nor images nor tables. Possible: {POSSIBLE}.")
+    if deeper := [inner for child in children[1:] for inner in _too_deep(child)]:
+        more = f" and {len(deeper) - 1:,} more" if len(deeper) > 1 else ""
+        log.warning(f"SOURCE: {path}: too deep in it to be read: {deeper[0]}{more}. Give each folder as a SOURCE.")
     return found
+
+
+def _too_deep(folder: Path) -> Iterator[Path]:
+    """Yield the tars of a folder in a SOURCE, and its folders of samples."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if (entry.is_dir() and _holds_samples(Path(entry.path))) or (entry.is_file() and is_tar(entry.name)):
+                yield Path(entry.path)
 
 
 def _holds_samples(folder: Path) -> bool:
@@ -124,10 +138,10 @@ def _in_store(address: str, copies: Path) -> list[Source]:
         return _of_object(objects[0], copies)
     for depth in (0, 1):
         level = [one for one in objects if one.address.removeprefix(prefix).count("/") == depth]
-        for suffix in (".tar", *COLUMNAR, *LINES):
-            if suffix == ".tar" and depth:
+        for suffixes in (TAR_SUFFIXES, *COLUMNAR, *LINES):
+            if suffixes == TAR_SUFFIXES and depth:
                 continue
-            if fitting := [one for one in level if one.address.endswith(suffix)]:
+            if fitting := [one for one in level if one.address.endswith(suffixes)]:
                 one_split([one.address.removeprefix(prefix) for one in fitting], address)
                 return [source for one in fitting for source in _of_object(one, copies)]
     possible = "s3://BUCKET/FILE or a prefix with tars, Parquet or Arrow files, CSV files, JSON lines"
@@ -147,7 +161,7 @@ def _of_object(one: StoreObject, copies: Path) -> list[Source]:
 
 def one_split(names: Sequence[str], where: str) -> None:
     """Raise ValueError if files are, by their names, of several splits: what is held out would be trained on."""
-    if any(name.endswith(".tar") for name in names):
+    if any(map(is_tar, names)):
         return
     splits = {found[1] for name in names for part in name.split("/")[-2:] if (found := SPLIT_NAME.match(part))}
     if len(splits) > 1:

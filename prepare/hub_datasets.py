@@ -14,7 +14,8 @@ import contextlib
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from typing import Any
 import xxhash
 
 from cli.errors import Failed, Refused
+from prepare.cells import log_lost, rows_of
 from prepare.parts import GO_ON
-from prepare.samples import Sample, Taken
-from prepare.sources import Source, SourceError, damage_told
-from prepare.tables import ImageFiles, Table, check_columns, needed
+from prepare.samples import Sample, SourceError, Taken
+from prepare.sources import Ignore, Source, damage_told
+from prepare.tables import ROWS_AT_ONCE, ImageFiles, Table, check_columns, needed
 from stages.images import SampleError
 
 HUB = "hf://datasets/"
@@ -99,15 +101,19 @@ class HubShard(Table):
         known = {"revision": self.split.revision, "digest": self.split.digest}
         return {"name": self.name, **{key: value for key, value in known.items() if value is not None}}
 
-    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+    def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
         of_hub = self.split.revision is not None
         files = HubFiles(self.split.address) if of_hub else ImageFiles(self.split.address)
+        lost = Counter[str]()
         with _network_told(self.name) if of_hub else damage_told(self.name):
             data = stream(self.split)
             if data.features:
                 check_columns(data.features, taken)
-            rows = data.shard(num_shards=self.num_shards, index=self.number)
+            tables = data.shard(num_shards=self.num_shards, index=self.number).with_format("arrow").iter(ROWS_AT_ONCE)
+            batches = (batch for table in tables for batch in table.to_batches())
+            rows = (row for batch in batches for row in rows_of(batch, lost))
             yield from self.named_rows(((row, None) for row in rows), taken, files)
+        log_lost(lost, self.name)
 
 
 @functools.lru_cache(maxsize=4)  # it asks the hub for its files; worker processes inherit what the first one heard

@@ -314,7 +314,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     counts, speed = result
     print(f"{counts}{speed}; {where_to_look(counts, paths[1])}", flush=True)
-    return 0 if counts.written else 1
+    return counts.exit_code
 
 
 if __name__ == "__main__":

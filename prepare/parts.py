@@ -23,7 +23,6 @@ import hashlib
 import json
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +34,7 @@ from filelock import Timeout
 from streaming import MDSWriter
 
 from cli.errors import Failed, Refused
-from prepare.counts import SKIPPED_FILE, SampleCounts
+from prepare.counts import SKIPPED_FILE, Ledger, SampleCounts, text_of
 from prepare.names import GO_ON, part_name
 from prepare.places import Place
 from stages.dataset import FACTS_FILE, KEYS_DIGEST, write_facts
@@ -49,13 +48,11 @@ PATIENCE_SEC = 1800.0
 SHARED_SEC = 10.0
 
 
-class Part:
+class Part(Ledger):
     """Takes the samples of one input. For each, call `read`, then `write`, `skip` or `leave_out`."""
 
     def __init__(self, source: str, writer: MDSWriter):
-        self.source = source
-        self.counts = SampleCounts()
-        self.skipped: list[dict[str, Any]] = []
+        super().__init__(source)
         self.keys: list[int] = []
         """Digests of the written samples' keys."""
         self._writer = writer
@@ -69,32 +66,11 @@ class Part:
         finally:
             self.counts.clock(kind, time.perf_counter() - begun)
 
-    def read(self) -> None:
-        self.counts.read += 1
-
     def write(self, row: dict[str, Any]) -> None:
         with self.clocked("write"):
             self._writer.write(row)
         self.counts.written += 1
         self.keys.append(key_digest(row))
-
-    def skip(self, key: str, reason: str) -> None:
-        self.counts.skipped[reason] += 1
-        self.skipped.append({"source": self.source, "key": key, "reason": reason})
-
-    def leave_out(self, reason: str) -> None:
-        """Count a sample that is not wanted. Not listed: a filter leaves out millions, and nothing is wrong with them."""
-        self.counts.skipped[reason] += 1
-
-    def fault(self, reason: str) -> None:
-        """Count an error of the input itself."""
-        self.counts.bad_sources[reason] += 1
-        self.skipped.append({"source": self.source, "key": None, "reason": reason})
-
-    def ignore(self, name: str) -> None:
-        """Count a file that belongs to no sample."""
-        self.counts.ignored_files += 1
-        self.counts.ignored_example = self.counts.ignored_example or name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,7 +203,7 @@ def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part],
             part = Part(plan.inputs[number]["name"], writer)
             fill(number, part)
             filled = time.perf_counter()
-        assert part.counts.read == part.counts.written + part.counts.skipped.total()
+        part.counts.check()
         for entry in writer.shards:
             basename = entry["raw_data"]["basename"]
             place.put(f"{name}/{basename}", work / basename)
@@ -238,7 +214,7 @@ def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part],
             "plan": plan.digest,
             "made_from": plan.inputs[number],
             "account": {**part.counts.as_facts(), "ignored_example": part.counts.ignored_example},
-            "skipped": part.skipped,
+            "skipped": part.lines,
             "shards": writer.shards,
             "keys": base64.b64encode(as_numbers(part.keys).tobytes()).decode(),
         }
@@ -266,9 +242,7 @@ def _read_part(place: Place, plan: Plan, number: int) -> tuple[SampleCounts, dic
     content = json.loads(place.read(f"{name}/{PART_FILE}"))
     if content["plan"] != plan.digest:
         raise Failed(f"OUT: {place.address}/{name} was made by another command at the same time. Remove OUT.")
-    counts = dict(content["account"])
-    counters = {name: Counter(counts.pop(name)) for name in ("skipped", "bad_sources")}
-    return SampleCounts(**counts, **counters), content
+    return SampleCounts.from_facts(content["account"]), content
 
 
 def finish(place: Place, plan: Plan, further: Mapping[str, Any] | None = None) -> SampleCounts:
@@ -290,7 +264,7 @@ def finish(place: Place, plan: Plan, further: Mapping[str, Any] | None = None) -
             raw = {**entry["raw_data"], "basename": f"{part_name(number)}/{entry['raw_data']['basename']}"}
             shards.append({**entry, "raw_data": raw})
     if FACTS_FILE not in place.names():
-        place.put_bytes(SKIPPED_FILE, "".join(json.dumps(line) + "\n" for line in skipped).encode())
+        place.put_bytes(SKIPPED_FILE, text_of(skipped))
         if counts.written:
             with place.scratch_folder() as folder:
                 (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}, sort_keys=True))

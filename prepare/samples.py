@@ -33,6 +33,17 @@ GIVE = {
 URL = ("http://", "https://")
 
 
+class SourceError(ValueError):
+    """A source itself is bad; the message is the reason, in a few words.
+
+    lost: samples that the source says it has, and that were not read for it; 0 where it does not say.
+    """
+
+    def __init__(self, reason: str, lost: int = 0):
+        super().__init__(reason)
+        self.lost = lost
+
+
 @dataclass(frozen=True)
 class Asked:
     """Names as the user gave them; None: to be found."""
@@ -73,10 +84,14 @@ class Taken:
 
 @dataclass
 class Sample:
-    """The files of one key, as bytes by name; see `column_of`."""
+    """The files of one key, as bytes by name; see `column_of`.
+
+    problem: why it cannot be used, whatever its files are.
+    """
 
     key: str
     files: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
 
     def has(self, name: str) -> bool:
         try:
@@ -110,16 +125,12 @@ class Row(Sample):
     """A row of a table: its values by column.
 
     read_file: returns the bytes of the file at a path that a row names; raises SampleError.
-    problem: why the row is none.
     """
 
     read_file: Callable[[str], bytes] | None = None
-    problem: str | None = None
 
     def image(self, taken: Taken) -> bytes:
         """Return the image's bytes: from the row, or from the file that it names. Raises SampleError."""
-        if self.problem:
-            raise SampleError(self.problem)
         image = self.part(taken.image)
         if isinstance(image, dict) and {"bytes", "path"} & image.keys():  # as Hugging Face stores images
             image = image.get("path") if image.get("bytes") is None else image["bytes"]

@@ -9,7 +9,8 @@
 
 SOURCE, here or at s3://, one of
     a tar, a folder of tars       WebDataset's, img2dataset's: the files of a key are a sample; a key ends at the first dot
-    a folder of files             the same: KEY.jpg (.png, .webp; .mp4, .webm, .mov, .mkv), KEY.txt, KEY.json; not at s3://
+    a folder of files             KEY.jpg (.png, .webp; .mp4, .webm, .mov, .mkv), KEY.txt, KEY.json; a key ends at the last
+                                  dot; not at s3://
     .parquet, .arrow              with the images' bytes, or with paths; a folder of such files
     .csv, .tsv, .jsonl            with paths: relative to the file's folder, absolute, or s3://
     hf://datasets/OWNER/NAME      a Hugging Face data set on the hub, streamed; or a folder of one, with split=
@@ -23,13 +24,15 @@ of t5_empty.npy and clip_empty.npy, for runs that then need no encoder (prepare/
 OUT: a folder that is new, empty or from the same command, or an address in a store.
 
 Images are stored with their original bytes and are not encoded again; each is decoded once as a check. Unusable samples are
-skipped, counted, and listed with their reasons in OUT/skipped.jsonl. What min_side_px, max_aspect and min_similarity leave
-out is counted with them, but not listed. They are not in the stage.
+skipped, counted, and listed with their reasons in OUT/skipped.jsonl; so are sources that cannot be read to their end, and
+files that belong to no sample. What min_side_px, max_aspect and min_similarity leave out is counted, but not listed. The last
+line has all of these counts.
 
 Each file becomes a part of OUT (prepare/parts.py); of a table with paths, each 10,000 rows. If stopped at any point, the
 same command resumes with the missing parts. OUT then has the same bytes as without the stop, with any number of workers
 (processes; default: one per core). OUT is a stage once it has a dataset.json.
-Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
+Exit code: 0 if samples were written, 1 if none was, a source was not read to its end, or the work failed; 2 if it could not
+start.
 """
 
 from __future__ import annotations
@@ -70,8 +73,8 @@ from prepare.parts import (
     parts_to_make,
 )
 from prepare.places import Place, open_place, out_problem
-from prepare.samples import Asked, Row, Sample, Taken, check_key, choose, column_of, read_captions
-from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source, SourceError
+from prepare.samples import Asked, Row, Sample, SourceError, Taken, check_key, choose, column_of, read_captions
+from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source
 from prepare.tables import Lines
 from prepare.videos import VIDEO_COLUMNS, video_row
 from prepare.words import read_words
@@ -202,7 +205,7 @@ def peek(
     for source in sources:
         samples: list[Sample] = []
         with contextlib.suppress(SourceError):  # told when its part is made
-            for sample in source.read(None, folder, lambda name: None):
+            for sample in source.read(None, folder, lambda *_: None):
                 samples.append(sample)
                 held = sum(len(part) for one in samples for part in one.files.values() if isinstance(part, bytes))
                 if len(samples) == FIRST_SAMPLES or held > FIRST_BYTES:
@@ -316,6 +319,8 @@ def fill_part(
         for sample in source.read(taken, folder, part.ignore):
             part.read()
             try:
+                if sample.problem is not None:
+                    raise SampleError(sample.problem)
                 if sample.key in seen:
                     raise SampleError("duplicate key")
                 with part.clocked("decode"):
@@ -328,7 +333,7 @@ def fill_part(
             else:
                 seen.add(sample.key)
     except SourceError as error:
-        part.fault(str(error))
+        part.fault(str(error), error.lost)
 
 
 def make_one(place: Place, work: Work, sources: Sequence[Source], number: int) -> SampleCounts:
@@ -421,7 +426,7 @@ def _run(argv: Sequence[str], folder: Path) -> int:
     except OSError as error:
         raise Failed(f"OUT: {paths[-1]} cannot be written: {error}. {GO_ON}.") from error
     print(f"{counts}{speed}; {where_to_look(counts, paths[-1])}")
-    return 0 if counts.written else 1
+    return counts.exit_code
 
 
 if __name__ == "__main__":

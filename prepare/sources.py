@@ -7,7 +7,8 @@ Hugging Face data sets in hub_datasets.py; `Source` is what all of them are to p
 from __future__ import annotations
 
 import contextlib
-import tarfile
+import itertools
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,18 +17,19 @@ from typing import Any
 import xxhash
 
 from cli.errors import Failed, Refused
+from prepare.counts import EMPTY
 from prepare.objects import Objects, StoreObject
 from prepare.parts import GO_ON
-from prepare.samples import Sample, Taken, column_of
+from prepare.samples import Sample, SourceError, Taken, column_of
+from prepare.tars import MAX_MEMBER_BYTES, TarStream, is_tar, open_tar
 
 MOMENTS_SUFFIX = "npy"
 IMG2DATASET = Taken()
 ALWAYS = {MOMENTS_SUFFIX, "json"}  # parts of a sample whatever the captions are
-MAX_MEMBER_BYTES = 2**28  # 256 MiB, far more than any image
-
-
-class SourceError(ValueError):
-    """A source itself is bad; the message is the reason, in a few words."""
+NO_NAME = "has no name of the form KEY.SUFFIX"
+NOT_ADJACENT = "files of one key are not adjacent; repack with tar --sort=name"
+Ignore = Callable[[str, str | None], None]
+"""Called with a file's name and why it belongs to no sample; None: its sample has no use for it."""
 
 
 class Source:
@@ -40,13 +42,13 @@ class Source:
         """Return what identifies the input in a plan: its name and more. Raises OSError."""
         raise NotImplementedError
 
-    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+    def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
         """Yield the samples in order.
 
         Args:
             taken: the parts that are wanted; None: all that there are.
             folder: for files that have to be fetched.
-            ignore: called with each file that belongs to no sample.
+            ignore: called with each file that is not read.
 
         Raises:
             SourceError: it is not readable to its end (samples before that are yielded), or has no sample.
@@ -68,7 +70,7 @@ class Files(Source):
     def known_by(self) -> dict[str, Any]:
         return known_by(self.path)
 
-    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+    def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
         return read_source(self.path, ignore, taken)
 
 
@@ -85,13 +87,17 @@ class TarObject(Source):
     def known_by(self) -> dict[str, Any]:
         return self.object.known_by()
 
-    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+    def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
         return read_source(Objects().fetch(self.object.address, folder), ignore, taken)
 
 
 @contextlib.contextmanager
-def damage_told(source: str) -> Iterator[None]:
-    """Turn what a decoder raises into SourceError, and an error of the disk or the network into Failed."""
+def damage_told(source: str, lost: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Turn what a decoder raises into SourceError, and an error of the disk or the network into Failed.
+
+    Args:
+        lost: how many samples are known to be left then.
+    """
     try:
         yield
     except (Failed, Refused, SourceError):
@@ -99,7 +105,7 @@ def damage_told(source: str) -> Iterator[None]:
     except Exception as error:  # decoders raise a dozen classes
         if isinstance(error, OSError) and error.errno is not None:  # of the disk or the network, not the content
             raise Failed(f"SOURCE: {source} cannot be read: {error}. {GO_ON}.") from error
-        raise SourceError("cannot be read to its end") from error
+        raise SourceError("cannot be read to its end", lost()) from error
 
 
 def known_by(source: Path) -> dict[str, Any]:
@@ -119,88 +125,83 @@ def known_by(source: Path) -> dict[str, Any]:
     return {"name": source.name, "bytes": num_bytes, "digest": digest.hexdigest()}
 
 
-def read_source(source: Path, ignore: Callable[[str], None], taken: Taken | None = IMG2DATASET) -> Iterator[Sample]:
+def read_source(source: Path, ignore: Ignore, taken: Taken | None = IMG2DATASET) -> Iterator[Sample]:
     """Yield the samples of a tar or a folder of files in order, see `Source.read`.
 
-    A key's files have to be adjacent, as img2dataset writes them.
+    A key's files have to be adjacent in a tar, as img2dataset writes them.
     """
-    sample = None
     wanted = None if taken is None else {name.partition(":")[0] for name in taken.names} | ALWAYS
-    files = _tar_files if source.is_file() else _folder_files
-    try:
-        with damage_told(str(source)):
-            for key, part, content in files(source, wanted, ignore):
-                # A second file of the same type is another sample with the same key: it will be reported as a duplicate.
-                if sample is None or sample.key != key or part in sample.files:
-                    if sample is not None:
-                        yield sample
+    files = (_tar_files if source.is_file() else _folder_files)(source, wanted, ignore)
+    parts: dict[str, frozenset[str]] = {}
+    kinds: dict[frozenset[str], frozenset[str]] = {}  # a tar may have millions of keys with the same parts
+    for key, of_key in itertools.groupby(_checked(files, str(source)), operator.itemgetter(0)):
+        sample, not_read = Sample(key), []
+        try:
+            for _, part, name, content in of_key:
+                if content is None:
+                    not_read.append(name)
+                    continue
+                if part in sample.files:  # another sample with the same key: it will be reported as a duplicate
+                    yield sample
                     sample = Sample(key)
                 sample.files[part] = content
-    except SourceError:
-        if sample is not None:
-            yield sample
-        raise
-    if sample is None:
-        raise SourceError("has no sample")
-    yield sample
+        except SourceError:
+            if sample.files:
+                yield sample
+            raise
+        for name in not_read:
+            ignore(name, None if sample.files else "belongs to no sample")
+        if not sample.files:
+            continue
+        if key in parts and not parts[key] & sample.files.keys():
+            sample.problem = NOT_ADJACENT
+        of_sample = parts.get(key, frozenset()).union(sample.files)
+        parts[key] = kinds.setdefault(of_sample, of_sample)
+        yield sample
+    if not parts:
+        raise SourceError(EMPTY)
 
 
-def _key_and_part(name: str, wanted: set[str] | None) -> tuple[str, str] | None:
-    """Split a file's name by WebDataset's convention, which img2dataset follows: the key ends at the first dot."""
-    path = PurePosixPath(name)
-    stem, _, suffix = path.name.partition(".")
-    part = column_of(suffix)
-    return (str(path.with_name(stem)), part) if stem and suffix and (wanted is None or part in wanted) else None
+Named = tuple[str, str, str, bytes | None]
+"""Of a file: the key, the part, its own name, and its content; None: it is not wanted."""
 
 
-class StrictInfo(tarfile.TarInfo):
-    """A member's header that raises if a tar is cut off; tarfile itself silently treats that as the end."""
-
-    @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        at = tar.offset
-        try:
-            return super().fromtarfile(tar)
-        except tarfile.EOFHeaderError:
-            raise  # the block that ends a tar
-        except tarfile.EmptyHeaderError as error:
-            if at == 0:
-                raise
-            raise tarfile.ReadError("no end of archive") from error
-        except tarfile.InvalidHeaderError as error:
-            raise tarfile.ReadError("damaged header") from error
+def _checked(files: Iterator[Named], source: str) -> Iterator[Named]:
+    with damage_told(source):
+        yield from files
 
 
-def _tar_files(
-    source: Path, wanted: set[str] | None, ignore: Callable[[str], None]
-) -> Iterator[tuple[str, str, bytes]]:
-    with tarfile.open(source, mode="r|*", tarinfo=StrictInfo) as tar:
+def _tar_files(source: Path, wanted: set[str] | None, ignore: Ignore) -> Iterator[Named]:
+    """Yield a tar's files. The key ends at the first dot: WebDataset's convention, which img2dataset follows."""
+    with open_tar(source) as file:
+        tar = TarStream(file)
         for member in tar:
-            if member.isdir():
+            path = PurePosixPath(member.name)
+            stem, _, suffix = path.name.partition(".")
+            problem = member.problem or (None if stem and suffix else NO_NAME)
+            if problem is not None:
+                ignore(member.name, problem)
                 continue
-            # Links are skipped: a stream cannot go back to a link's target. Very large members are skipped too: a few bytes
-            # of a compressed or sparse tar can claim any size and would fill the memory.
-            is_plain = member.isfile() and not member.issparse() and member.size <= MAX_MEMBER_BYTES
-            named = _key_and_part(member.name, wanted) if is_plain else None
-            if named is None:
-                ignore(member.name)
-            else:
-                extracted = tar.extractfile(member)
-                assert extracted is not None
-                yield (*named, extracted.read())
+            part = column_of(suffix)
+            is_wanted = wanted is None or part in wanted
+            yield str(path.with_name(stem)), part, member.name, tar.read() if is_wanted else None
 
 
-def _folder_files(
-    source: Path, wanted: set[str] | None, ignore: Callable[[str], None]
-) -> Iterator[tuple[str, str, bytes]]:
+def _folder_files(source: Path, wanted: set[str] | None, ignore: Ignore) -> Iterator[Named]:
+    """Yield a folder's files. The key is the file's stem: `10.21.33.png` goes with `10.21.33.txt`."""
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is neither a file nor a folder")
-    for path in sorted(source.iterdir()):
-        if path.is_dir() or path.suffix == ".tar":
+    for path in sorted(source.iterdir(), key=lambda path: (path.stem, path.suffix)):
+        if path.is_dir() or is_tar(path.name):
             continue  # separate sources
-        is_one = path.is_file() and (wanted is not None or path.stat().st_size <= MAX_MEMBER_BYTES)
-        named = _key_and_part(path.name, wanted) if is_one else None
-        if named is None:
-            ignore(path.name)
-        else:
-            yield (*named, path.read_bytes())
+        problem = None if path.suffix[1:] else NO_NAME
+        if not path.is_file():
+            problem = "is no plain file"
+        elif wanted is None and path.stat().st_size > MAX_MEMBER_BYTES:
+            problem = f"has more than {MAX_MEMBER_BYTES // 2**20} MiB"
+        if problem is not None:
+            ignore(path.name, problem)
+            continue
+        part = column_of(path.suffix[1:])
+        is_wanted = wanted is None or part in wanted
+        yield path.stem, part, path.name, path.read_bytes() if is_wanted else None

@@ -8,13 +8,15 @@ Parquet and Arrow need pyarrow, which requirements/tables.lock has.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import errno
 import importlib
 import json
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -22,10 +24,13 @@ from typing import Any, BinaryIO
 import xxhash
 
 from cli.errors import Failed, Refused
+from prepare.cells import log_lost, rows_of
+from prepare.counts import EMPTY
 from prepare.objects import Objects, StoreObject
 from prepare.parts import GO_ON
-from prepare.samples import Row, Sample, Taken
-from prepare.sources import MAX_MEMBER_BYTES, Source, SourceError, damage_told, known_by
+from prepare.samples import Row, Sample, SourceError, Taken
+from prepare.sources import Ignore, Source, damage_told, known_by
+from prepare.tars import MAX_MEMBER_BYTES
 from stages.images import SampleError
 from stages.store_errors import address_problem, scheme_of
 
@@ -104,12 +109,12 @@ class Table(Source):
         """
         stem, number = PurePosixPath(self.file_name).stem, first - 1
         for number, (values, problem) in enumerate(rows, first):
-            row = Row(f"{stem}/{number:08d}", values, files, problem)
+            row = Row(f"{stem}/{number:08d}", values, problem, files)
             own = _own_key(row, taken)
             row.key = row.key if own is None else own
             yield row
         if number < first:
-            raise SourceError("has no sample")
+            raise SourceError(EMPTY)
 
     @property
     def file_name(self) -> str:
@@ -150,28 +155,32 @@ class Columnar(Table):
     def known_by(self) -> dict[str, Any]:
         return known_by(self.place) if isinstance(self.place, Path) else self.place.known_by()
 
-    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+    def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
         if isinstance(self.place, Path):
             where, beside, path = str(self.place), str(self.place.parent), self.place
         else:
             where, beside = self.place.address, self.place.address.rpartition("/")[0]
             path = Objects().fetch(where, folder)
-        read = parquet_rows if path.suffix == ".parquet" else arrow_rows
+        read, lost = parquet_rows if path.suffix == ".parquet" else arrow_rows, Counter[str]()
         with damage_told(where):
-            yield from self.named_rows(((row, None) for row in read(path, taken)), taken, ImageFiles(beside))
+            yield from self.named_rows(((row, None) for row in read(path, taken, lost)), taken, ImageFiles(beside))
+        log_lost(lost, where)
 
 
-def parquet_rows(path: Path, taken: Taken | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file as Python values."""
+def parquet_rows(path: Path, taken: Taken | None, lost: Counter[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file as Python values. `lost`: see `rows_of`."""
+    num_read = 0
     # Not a row group at once, which may be gigabytes of images: through a buffer, by a few rows.
     with needed("pyarrow.parquet").ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
         names = columns_to_read(file.schema_arrow, taken)
-        for batch in file.iter_batches(ROWS_AT_ONCE, columns=names, use_threads=False):
-            yield from batch.to_pylist()
+        with damage_told(str(path), lambda: file.metadata.num_rows - num_read):
+            for batch in file.iter_batches(ROWS_AT_ONCE, columns=names, use_threads=False):
+                yield from rows_of(batch, lost)
+                num_read += batch.num_rows
 
 
-def arrow_rows(path: Path, taken: Taken | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an Arrow file as Python values: a stream, as `save_to_disk` of `datasets` writes it, or Feather."""
+def arrow_rows(path: Path, taken: Taken | None, lost: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The same of an Arrow file: a stream, as `save_to_disk` of `datasets` writes it, or Feather."""
     arrow = needed("pyarrow")
     with arrow.memory_map(str(path)) as file:
         is_feather = file.read(6) == b"ARROW1"
@@ -182,7 +191,7 @@ def arrow_rows(path: Path, taken: Taken | None) -> Iterator[dict[str, Any]]:
         for batch in batches:
             wanted = batch.select(names)
             for start in range(0, wanted.num_rows, ROWS_AT_ONCE):
-                yield from wanted.slice(start, ROWS_AT_ONCE).to_pylist()
+                yield from rows_of(wanted.slice(start, ROWS_AT_ONCE), lost)
 
 
 def columns_to_read(schema: Any, taken: Taken | None) -> list[str]:
@@ -243,7 +252,7 @@ class Lines(Table):
     def known_by(self) -> dict[str, Any]:
         return {"name": self.name, "bytes": self.end - self.start, "digest": self.digest}
 
-    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+    def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
         files = ImageFiles(self.folder)
         with damage_told(str(self.path)), open(self.path, "rb") as file:
             file.seek(self.start)
@@ -279,7 +288,7 @@ def cut(path: Path, folder: str) -> list[Lines]:
     is_csv = path.suffix in CSV
     with open(path, "rb") as file:
         header, delimiter = _header(file, path) if is_csv else (None, ",")
-        if not is_csv and file.peek(1).lstrip()[:1] == b"[":
+        if not is_csv and file.peek(4).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
             lines = f"jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
             raise ValueError(f"SOURCE: {path} is one JSON array. Possible: JSON lines, an object a line. Run: {lines}")
         marked = MarkedLines(file, f"{header}{delimiter}")

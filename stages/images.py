@@ -33,6 +33,7 @@ MOST = 2**16 - 1  # that a stage has for a side, px
 MAX_COVER = 4  # times the crop's side: of a longer picture only what the crop shows is scaled
 STRIP_ROWS = 512  # of a source that are float32 at once
 SAMPLINGS = (0, 1, 2)  # by PIL's numbers: 4:4:4, 4:2:2, 4:2:0
+BYTE_ORDER_MARK = "\ufeff"  # as Windows' editors begin a file of UTF-8
 END_OF_JPEG = b"\xff\xd9"
 MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # ends coded data: no byte 255, no restart, no filler
 FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}  # EXIF's orientation -> axes of (3, h, w)
@@ -186,14 +187,18 @@ def _from_pixels(data: bytes) -> Image.Image:
 
 
 def check_caption(caption: Any) -> str:
-    """Return the caption, stripped. Raises SampleError: missing, empty, or longer than MAX_CAPTION."""
+    """Return the caption, stripped, without a byte-order mark.
+
+    Raises:
+        SampleError: missing, empty, or longer than MAX_CAPTION.
+    """
     if not isinstance(caption, str):
         raise SampleError("missing caption")
-    if not caption.strip():
+    if not caption.removeprefix(BYTE_ORDER_MARK).strip():
         raise SampleError("empty caption")
     if len(caption) > MAX_CAPTION:
         raise SampleError(f"caption of more than {MAX_CAPTION:,} characters")
-    return caption.strip()
+    return caption.removeprefix(BYTE_ORDER_MARK).strip()
 
 
 def captions_of(sample: Mapping[str, Any]) -> list[str]:

@@ -500,8 +500,12 @@ def changed_zip(given: Path, to: Path, kind: str) -> Path:
     [
         ("truncated", 2, "images: {} cannot be read: it is no whole zip: File is not a zip file."),
         ("lacks one", 2, "images: {} lacks 1 of the images: {name}. Give COCO's whole val2014.zip"),
-        ("cut image", 1, "images: 1 cannot be read: {name} (OSError: image file is truncated"),
-        ("flipped bit", 1, "images: 1 cannot be read: {name} (BadZipFile: Bad CRC-32 for file 'val2014/{name}'). Give"),
+        ("cut image", 1, "images: 1 of {num} cannot be read: {name} (OSError: image file is truncated"),
+        (
+            "flipped bit",
+            1,
+            "images: 1 of {num} cannot be read: {name} (BadZipFile: Bad CRC-32 for file 'val2014/{name}'); reasons:",
+        ),
     ],
 )
 @pytest.mark.parametrize("subset", ["sd2", "flux"])
@@ -511,7 +515,9 @@ def test_a_zip_of_images_that_is_not_whole_is_named_with_what_it_lacks(
     path, name = changed_zip(given, tmp_path, kind), image_name(by_plain_pandas(annotations(), NUM_TAKEN)[3][0])
     out = tmp_path / "out"
     assert coco.main([*words(given, out), f"images={path}", f"subset={subset}"]) == code
-    assert said.format(path, name=name) in capsys.readouterr().err
+    assert said.format(path, name=name, num=NUM_TAKEN) in capsys.readouterr().err
+    lines = [json.loads(line) for line in (out / "skipped.jsonl").read_text().splitlines()] if code == 1 else []
+    assert [(line["source"], line["key"]) for line in lines] == [("val2014.zip", name)] * len(lines)
     assert coco.main([*words(given, out), f"subset={subset}"]) == 0  # with a whole one it goes on
     assert coco.main([*words(given, tmp_path / "whole"), f"subset={subset}"]) == 0
     assert tree(out) == tree(tmp_path / "whole")

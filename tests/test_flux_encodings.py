@@ -216,7 +216,7 @@ def test_samples_that_cannot_be_kept_are_named_with_their_reason(given, tmp_path
         "duplicate key",
     ]
     said = capsys.readouterr()
-    assert "read 12 samples, wrote 2, skipped 10 (" in said.out
+    assert "found 12 samples, wrote 2, skipped 10 (" in said.out
     assert (
         "empty: not given. A run that drops captions encodes the empty text, and has to build T5 for that." in said.err
     )

@@ -17,7 +17,7 @@ from conftest import TINY_RUN, run, sample_files, started, tree, write_tar
 from PIL import Image
 from streaming import MDSWriter
 from streaming.base.format import reader_from_json
-from test_prepare import IMAGES, skipped
+from test_prepare import COUNTS, IMAGES, skipped
 from test_prepare_parts import bucket, objects  # noqa: F401  bucket is a fixture
 from torchvision import transforms
 
@@ -113,7 +113,7 @@ def test_the_stage_says_by_which_encoders_and_of_what_it_was_made(stage, unbroke
         "precision": "fp32",
         "store_text": False,
         "source": {"index_sha256": given.index_sha256, "samples": 48},
-        "counts": {"read": 48, "written": 48, "skipped": {}, "bad_sources": {}, "ignored_files": 0},
+        "counts": COUNTS,
     }
     assert {key: facts[key] for key in expected} == expected
     assert read_stage(str(unbroken)).kind == "moments" and read_stage(str(unbroken)).num_samples == 48
@@ -198,7 +198,7 @@ def test_moments_that_float16_cannot_hold_cost_their_sample_and_no_other(
     assert named == [(key, "moments are not finite in float16") for key in lost]
     assert all(np.array_equal(made[key], whole[key]) for key in whole if key not in lost) and len(made) == 45
     assert capsys.readouterr().out.startswith(
-        "read 48 samples, wrote 45, skipped 3 (moments are not finite in float16: 3); "
+        "found 48 samples, wrote 45, skipped 3 (moments are not finite in float16: 3); "
     )
 
 
@@ -218,8 +218,8 @@ def test_where_nothing_can_be_used_there_is_no_stage(tmp_path, capsys):
     source = images_of([{"jpg": b""}] * 7, tmp_path / "in")
     assert latents.main([str(source), str(tmp_path / "out"), *KEYS]) == 1
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("read 7 samples, wrote 0, skipped 7 (image of zero bytes: 7); ")
-    assert line.endswith(f"; no stage; why is in {tmp_path}/out/skipped.jsonl")
+    assert line.startswith("found 7 samples, wrote 0, skipped 7 (image of zero bytes: 7); ")
+    assert line.endswith(f"; no stage; reasons: {tmp_path}/out/skipped.jsonl")
     assert sorted(tree(tmp_path / "out")) == ["part-00000/part.json", "plan.json", "skipped.jsonl"]
 
 
@@ -284,7 +284,7 @@ def test_two_ranks_killed_and_started_again_on_one_make_the_bytes_of_one(stage, 
     done = run("composer", "-n", "2", *words[:3], str(tmp_path / "two"), *KEYS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert tree(tmp_path / "two") == tree(unbroken)
-    assert "read 48 samples, wrote 48, skipped 0; " in done.stdout
+    assert "found 48 samples, wrote 48, skipped 0; " in done.stdout
 
     slow = "import time, prepare.latents as l, prepare.latent_parts as p; m = p.make_part\n"
     slow += "p.make_part = lambda *a: (m(*a), time.sleep(1))\nimport sys; sys.exit(l.main(sys.argv[1:]))\n"

@@ -66,7 +66,8 @@ def test_a_tar_with_other_suffixes_is_read_by_its_usual_names_and_says_which(tmp
     assert facts(tmp_path / "out")["taken"] == {"image": "image", "captions": ["caption"], "key": None}
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "taken: image from image, caption from caption, key from the names and rows of files"
-    assert said[-1].startswith("read 3 samples, wrote 3, skipped 0; files of no sample: 3, e.g. k0.cls; ")
+    assert said[-1].startswith("found 3 samples, wrote 3, skipped 0; files that were not read: 3, e.g. k0.cls; ")
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == []  # each belongs to a sample
 
 
 def test_a_caption_may_be_a_field_of_the_json_and_several_are_all_kept(tmp_path):
@@ -238,7 +239,7 @@ def test_broken_rows_of_a_csv_file(tmp_path, capsys):
     )
     (tmp_path / "quote.csv").write_bytes(b'image,caption\nimg/1.jpg,good\nimg/0.jpg,"never ends' + b"x\n" * 100_000)
     (tmp_path / "empty.csv").write_bytes(b"image,caption\n")
-    assert make(tmp_path / "t.csv", tmp_path / "quote.csv", tmp_path / "empty.csv", tmp_path / "out") == 0
+    assert make(tmp_path / "t.csv", tmp_path / "quote.csv", tmp_path / "empty.csv", tmp_path / "out") == 1
     assert [row["caption"] for row in rows(tmp_path / "out")] == ["good", "good"]
     assert skipped(tmp_path / "out" / "skipped.jsonl") == [
         ("t.csv", "t/00000000", "caption is not UTF-8"),
@@ -417,13 +418,12 @@ def test_size_aspect_and_similarity_leave_samples_out_which_are_counted_by_reaso
     assert make(write_tar(tmp_path / "in.tar", samples), tmp_path / "out", *keys) == 0
     assert [row["key"] for row in rows(tmp_path / "out")] == ["good"]
     counts = facts(tmp_path / "out")["counts"]
-    assert counts["read"] == 8 and counts["written"] == 1
-    assert counts["skipped"] == {
+    assert counts["read"] == 8 and counts["written"] == 1 and counts["skipped"] == {"not an image": 1}
+    assert counts["left_out"] == {
         "side below 64 px": 2,
         "aspect above 2": 2,
         "similarity below 0.3": 1,
         "no similarity in the metadata": 1,
-        "not an image": 1,
     }
     assert facts(tmp_path / "out")["filters"] == {
         "min_side_px": 64,
@@ -441,7 +441,7 @@ def test_a_similarity_may_be_the_text_of_a_csv_file_and_have_another_name(tmp_pa
     scores = ["0.31", "0.29", "nan", ""]
     write_csv(tmp_path / "t.csv", ["image", "text", "score"], [[p, "x", s] for p, s in zip(paths, scores, strict=True)])
     assert make(tmp_path / "t.csv", tmp_path / "out", "min_similarity=0.3", "similarity=score") == 0
-    assert facts(tmp_path / "out")["counts"]["skipped"] == {"no score in the metadata": 2, "score below 0.3": 1}
+    assert facts(tmp_path / "out")["counts"]["left_out"] == {"no score in the metadata": 2, "score below 0.3": 1}
 
 
 # --- in a store ---

@@ -111,7 +111,7 @@ def test_every_file_of_a_folder_is_a_part_and_a_broken_one_is_counted(tmp_path, 
     whole = (folder / "1.parquet").read_bytes()
     (folder / "1.parquet").write_bytes(whole[: len(whole) // 2])
     (folder / "5.parquet").write_bytes(b"")
-    assert make(folder, tmp_path / "out") == 0
+    assert make(folder, tmp_path / "out") == 1
     assert [row["jpg"] for row in rows(tmp_path / "out")] == [*images(5), *images(5, 10)]
     assert [entry for entry in skipped(tmp_path / "out" / "skipped.jsonl") if entry[1] is None] == [
         ("1.parquet", None, "cannot be read to its end"),
@@ -124,16 +124,81 @@ def test_every_file_of_a_folder_is_a_part_and_a_broken_one_is_counted(tmp_path, 
 
 
 @with_pyarrow
-def test_a_page_that_is_damaged_ends_its_file_and_is_counted(tmp_path):
+def test_a_page_that_is_damaged_ends_its_file_and_is_counted(tmp_path, capsys):
     files = images(40)
     path = write_parquet(tmp_path / "t.parquet", image=files, text=["x"] * 40)
     data = bytearray(path.read_bytes())
     at = data.index(files[35])
     data[at - 4 : at] = b"\xff\xff\xff\x7f"  # the length of that image
     path.write_bytes(data)
-    assert make(path, tmp_path / "out") == 0
+    assert make(path, tmp_path / "out") == 1
     assert [row["jpg"] for row in rows(tmp_path / "out")] == files[: 2 * tables.ROWS_AT_ONCE]
     assert skipped(tmp_path / "out" / "skipped.jsonl") == [("t.parquet", None, "cannot be read to its end")]
+    lost = len(files) - 2 * tables.ROWS_AT_ONCE
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith(
+        f"found 40 samples, wrote {40 - lost}, skipped 0, failed {lost} (cannot be read to its end: {lost}); "
+    )
+
+
+def column_with(values: list[bytes], kind: Any) -> Any:
+    """An array of texts that nobody has checked to be UTF-8, as writers of Parquet leave it."""
+    import pyarrow
+
+    return pyarrow.Array.from_buffers(kind, len(values), pyarrow.array(values, pyarrow.binary()).buffers())
+
+
+@with_pyarrow
+def test_a_cell_that_is_no_text_or_no_date_costs_its_row_or_is_null_and_no_other_row(tmp_path, capsys):
+    import pyarrow
+
+    texts = [f"caption {n}".encode() for n in range(40)]
+    texts[20] = b"caf\xe9"
+    captions = column_with(texts, pyarrow.string())
+    times = pyarrow.array([1] * 30 + [10**12] * 2 + [None] * 8, pyarrow.timestamp("s"))
+    within = pyarrow.StructArray.from_arrays([times, captions], ["at", "note"])
+    path = write_parquet(tmp_path / "t.parquet", image=images(40), caption=captions, when=times, more=within)
+    assert make(path, tmp_path / "out") == 0
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == [("t.parquet", "t/00000020", "caption is not UTF-8")]
+    found = rows(tmp_path / "out")
+    assert [row["caption"] for row in found] == [f"caption {n}" for n in range(40) if n != 20]
+    assert [row["metadata"]["when"] for row in found[28:32]] == ["1970-01-01 00:00:01", None, None, None]
+    assert found[30]["metadata"]["more"] == {"at": None, "note": "caption 31"}
+    assert (
+        "2 values of when have no Python value, such as a time out of range. They are null." in capsys.readouterr().err
+    )
+    list_of = pyarrow.ListArray.from_arrays(list(range(0, 41, 2)), captions)
+    path = write_parquet(tmp_path / "lists.parquet", image=images(20), caption=list_of)
+    assert make(path, tmp_path / "lists") == 0
+    assert skipped(tmp_path / "lists" / "skipped.jsonl") == [
+        ("lists.parquet", "lists/00000010", "caption is not UTF-8")
+    ]
+
+
+@with_pyarrow
+def test_a_time_out_of_range_in_a_table_of_urls_is_null_too(capsys):
+    import pyarrow
+
+    from prepare.laion.images import _as_texts
+
+    times = pyarrow.chunked_array([pyarrow.array([1, 10**12], pyarrow.timestamp("s"))])
+    assert _as_texts(times, "when").to_pylist() == ["1970-01-01 00:00:01", None]
+    assert capsys.readouterr().err.startswith("metadata: 1 values of when have no Python value")
+
+
+@with_datasets
+def test_a_cell_of_a_data_set_that_is_no_text_costs_its_row_alone(hub_folder, tmp_path):
+    import pyarrow
+
+    text = column_with([b"a", b"caf\xe9", b"c", b"d"], pyarrow.string())
+    files = as_hugging_face(images(4), [None] * 4)
+    for path in (hub_folder / "data").iterdir():
+        path.unlink()
+    write_parquet(hub_folder / "data" / "train-00000-of-00001.parquet", image=files, text=text)
+    hub_datasets.stream.cache_clear()
+    assert make(hub_folder, tmp_path / "out", "split=train") == 0
+    assert [row["caption"] for row in rows(tmp_path / "out")] == ["a", "c", "d"]
+    assert [entry[2] for entry in skipped(tmp_path / "out" / "skipped.jsonl")] == ["caption is not UTF-8"]
 
 
 @with_pyarrow

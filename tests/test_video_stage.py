@@ -138,7 +138,7 @@ def test_what_cannot_be_used_is_counted_and_named_and_the_rest_is_written(tmp_pa
     assert [row["key"] for row in rows(tmp_path / "out")] == ["good"]
     assert {key: reason for _, key, reason in skipped(tmp_path / "out" / "skipped.jsonl")} == reasons
     printed = capsys.readouterr().out
-    assert f"read {1 + len(reasons)} samples, wrote 1, skipped {len(reasons)} (" in printed
+    assert f"found {1 + len(reasons)} samples, wrote 1, skipped {len(reasons)} (" in printed
     assert "truncated or damaged video: 4" in printed and "not an MP4, MOV, WebM or MKV file: 4" in printed
 
 

@@ -6,9 +6,9 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cli.errors import Failed, Refused
+from prepare.counts import SampleCounts
 from prepare.laion import filter, images
 from prepare.laion.config import FILTERED, METADATA, TARS, LaionConfig
 from prepare.places import Folder, open_place
@@ -67,8 +67,8 @@ def of_images(config: LaionConfig) -> Account:
 
 def of_stage(stage: str, address: str) -> Account:
     """Return the account of a stage of images or moments. Raises OSError: it is not finished."""
-    counts: dict[str, Any] = json.loads(open_place(address).read(FACTS_FILE))["counts"]
-    return Account(stage, counts["read"], counts["written"], counts["skipped"])
+    counts = SampleCounts.from_facts(json.loads(open_place(address).read(FACTS_FILE))["counts"])
+    return Account(stage, counts.found, counts.written, dict(counts.skipped + counts.left_out + counts.failed))
 
 
 def all_accounts(config: LaionConfig) -> tuple[list[Account], list[str]]:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from cli.errors import ConfigError, Failed, Refused
+from prepare import cells
 from prepare.laion.config import FILTERED, METADATA, FilterConfig, LaionConfig
 from prepare.laion.duplicates import MOST_ROWS, digests, duplicates_of, write_runs
 from prepare.laion.rows import Columns, conditions, find_columns, has_texts, needed, wanted_rows
@@ -168,7 +169,7 @@ def write_digests(place: Folder, parts: Sequence[Rows], config: FilterConfig, nu
             column = batch.column(unique)
             wanted = wanted_rows(batch, asked, Counter()) & column.is_valid().to_numpy(zero_copy_only=False)
             [rows] = np.nonzero(wanted)
-            yield digests(values_of(column.take(needed("pyarrow").array(rows))), rows + first)
+            yield digests(values_of(column.take(needed("pyarrow").array(rows)), unique), rows + first)
             first += batch.num_rows
 
     def put(run: int, content: np.ndarray) -> None:
@@ -179,12 +180,18 @@ def write_digests(place: Folder, parts: Sequence[Rows], config: FilterConfig, nu
     return part.num_rows
 
 
-def values_of(column: Any) -> list[Any]:
-    """Return a column as Python values; texts as bytes, since writers of Parquet do not check that they are UTF-8."""
+def values_of(column: Any, name: str) -> list[Any]:
+    """Return a column as Python values; texts as bytes, since writers of Parquet do not check that they are UTF-8.
+
+    What has no Python value, such as a time out of range, is None.
+    """
     arrow = needed("pyarrow")
     if has_texts(column.type):
         column = column.cast(arrow.large_string()).cast(arrow.large_binary())
-    return column.to_pylist()
+    lost: Counter[str] = Counter()
+    values = cells.values_of(column, name, lost)
+    cells.log_lost(lost, "metadata")
+    return values
 
 
 def _put_array(place: Folder, name: str, content: np.ndarray) -> None:

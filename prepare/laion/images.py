@@ -158,7 +158,7 @@ def write_rows(part: Part, config: LaionConfig, path: Path) -> list[str]:
     rows = rows.select(ordered)
     for number, field in enumerate(rows.schema):  # JSON has no times and no bytes
         if not _is_plain(rows.column(number)):
-            rows = rows.set_column(number, field.name, _as_texts(rows.column(number)))
+            rows = rows.set_column(number, field.name, _as_texts(rows.column(number), field.name))
     with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_file(file, rows.schema) as writer:
         writer.write_table(rows)
     return ordered
@@ -176,11 +176,11 @@ def _is_plain(column: Any) -> bool:
     return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
 
-def _as_texts(column: Any) -> Any:
+def _as_texts(column: Any, name: str) -> Any:
     is_text = has_texts(column.type)
     values = (
         None if value is None else value.decode(errors="replace") if is_text else str(value)
-        for value in values_of(column)
+        for value in values_of(column, name)
     )
     return needed("pyarrow").array(list(values), needed("pyarrow").string())
 

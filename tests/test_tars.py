@@ -1,0 +1,287 @@
+"""prepare/tars.py and sources.py: tars as strangers make them, compared with tarfile; joined, unsorted, hostile; folders."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import subprocess
+import tarfile
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import picture, sample_files, write_tar
+from test_prepare import rows, skipped
+from test_sources import facts, make
+
+from prepare.samples import SourceError
+from prepare.sources import NOT_ADJACENT
+from prepare.tars import BLOCK, MAX_HEADER_BYTES, SKIP_BYTES, TarStream, open_tar
+
+LONG = "a" * 90 + "/" + "b" * 120 + "/ä\udcff" + "c" * 200
+CLAIMED = 3 * 2**29
+
+
+def tar_of(files: Mapping[str, bytes], how: int = tarfile.GNU_FORMAT) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w", format=how) as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return data.getvalue()
+
+
+def read_all(data: bytes) -> dict[str, bytes | None]:
+    tar = TarStream(io.BytesIO(data))
+    return {member.name: None if member.problem else tar.read() for member in tar}
+
+
+# --- what tarfile reads ---
+
+
+@pytest.mark.parametrize("how", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_names_and_contents_are_those_that_tarfile_reads_in_every_format(how):
+    names = ["x.jpg", "sub/y.txt", "ä.txt", "d\udcff.txt", "z" * 100, *([] if how == tarfile.USTAR_FORMAT else [LONG])]
+    files = {name: bytes(range(256)) * number for number, name in enumerate(names)}
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w", format=how, pax_headers={"comment": "of git"}) as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(content), 0.5
+            tar.addfile(member, io.BytesIO(content))
+        for name, kind in (("folder", tarfile.DIRTYPE), ("soft", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE)):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, LONG if how != tarfile.USTAR_FORMAT else "x.jpg"
+            tar.addfile(member)
+    with tarfile.open(fileobj=io.BytesIO(data.getvalue())) as tar:
+        of_tarfile = {member.name: tar.extractfile(member).read() for member in tar if member.isreg()}
+    assert of_tarfile == files
+    assert read_all(data.getvalue()) == {**files, "soft": None, "hard": None}
+
+
+@pytest.mark.parametrize("module", [None, gzip, bz2, lzma])
+def test_a_compressed_tar_is_read_also_where_two_were_joined(tmp_path, module):
+    compress = module.compress if module else bytes
+    one, two = (tar_of({f"{n}.txt": b"x" * n}) for n in (1, 2))
+    (tmp_path / "t.tar").write_bytes(compress(one) + compress(two))
+    with open_tar(tmp_path / "t.tar") as file:
+        tar = TarStream(file)
+        assert [(member.name, tar.read()) for member in tar] == [("1.txt", b"x"), ("2.txt", b"xx")]
+
+
+def test_zeros_after_the_end_are_no_damage_and_other_bytes_are():
+    data = tar_of({"a.txt": b"a"})
+    end = 3 * BLOCK  # header, content, and one block of zeros
+    for padded in (data[:end], data, data + bytes(100_000), data + bytes(100)):
+        assert read_all(padded) == {"a.txt": b"a"}
+    for damaged in (data[: 2 * BLOCK], data + b"x" * BLOCK, data + b"x", data[: BLOCK + 1], data[:100], b""):
+        with pytest.raises(tarfile.ReadError):
+            read_all(damaged)
+
+
+def test_a_sparse_file_is_named_and_what_follows_it_is_read(tmp_path):
+    with open(tmp_path / "holes.jpg", "wb") as file:
+        for number in range(40):  # more pieces than a header holds
+            file.seek(2 * number * 2**16)
+            file.write(b"x" * 2**16)
+    (tmp_path / "z.txt").write_bytes(b"z")
+    for how in ("gnu", "posix"):
+        words = ["tar", "--sparse", f"--format={how}", "-cf", "t.tar", "holes.jpg", "z.txt"]
+        subprocess.run(words, cwd=tmp_path, check=True)
+        assert (tmp_path / "t.tar").stat().st_size < 60 * 2**16
+        assert read_all((tmp_path / "t.tar").read_bytes()) == {"holes.jpg": None, "z.txt": b"z"}
+
+
+# --- hostile headers ---
+
+
+class Claims(io.RawIOBase):
+    """A tar whose first header claims a size: zeros follow as far as it is read, then other content."""
+
+    def __init__(self, head: bytes, num_zeros: int, rest: bytes = b""):
+        self._head, self._left, self._rest = io.BytesIO(head), num_zeros, io.BytesIO(rest)
+        self.most = 0
+
+    def read(self, num: int = -1) -> bytes:
+        assert num >= 0, "everything is read"
+        self.most = max(self.most, num)
+        if content := self._head.read(num):
+            return content
+        zeros = min(num, self._left)
+        self._left -= zeros
+        return bytes(zeros) or self._rest.read(num)
+
+
+def header(kind: bytes, size: int, **more: Any) -> bytes:
+    member = tarfile.TarInfo("x")
+    member.type, member.size = kind, size
+    return member.tobuf(tarfile.GNU_FORMAT, **more)
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_an_extended_header_that_claims_a_gigabyte_is_refused_unread(kind):
+    file = Claims(header(kind, CLAIMED), CLAIMED)
+    with pytest.raises(SourceError, match="^has an extended header of more than 1 MiB$"):
+        list(TarStream(file))
+    assert file.most == BLOCK
+    with pytest.raises(tarfile.ReadError):
+        list(TarStream(Claims(header(kind, -5), 0)))
+
+
+@pytest.mark.parametrize("kind", [tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK, tarfile.CHRTYPE, b"?", tarfile.REGTYPE])
+def test_what_is_not_wanted_is_passed_by_without_being_held(kind):
+    size = 0 if kind == tarfile.CHRTYPE else 2**26
+    file = Claims(header(kind, size), size, tar_of({"a.txt": b"a"}))
+    assert [member.name for member in TarStream(file) if member.name != "x"] == ["a.txt"]
+    assert file.most <= SKIP_BYTES
+
+
+def test_a_chain_of_extended_headers_keeps_nothing_that_is_not_needed():
+    records = [b"".join(b"14 k%08d=\n" % (1000 * n + k) for k in range(1000)) for n in range(100)]
+    data = b"".join(header(tarfile.XHDTYPE, len(text)) + text + bytes(-len(text) % BLOCK) for text in records)
+    tar = TarStream(io.BytesIO(data + tar_of({"a.txt": b"a"})))
+    tracemalloc.start()
+    assert [member.name for member in tar] == ["a.txt"]
+    assert tracemalloc.get_traced_memory()[1] < 2**20  # of 100,000 records
+    tracemalloc.stop()
+
+
+def test_a_sparse_map_without_an_end_takes_no_memory():
+    head = bytearray(header(tarfile.GNUTYPE_SPARSE, 0))
+    head[482] = 1  # the map goes on
+    total = sum(head[:148]) + sum(head[156:]) + 8 * ord(" ")
+    head[148:156] = b"%06o\0 " % total
+    more = bytes(504) + b"\1" + bytes(7)
+    file = Claims(bytes(head) + more * 10_000, 0)
+    with pytest.raises(tarfile.ReadError, match="cut off in a sparse map"):
+        list(TarStream(file))
+    assert file.most == BLOCK
+
+
+@pytest.mark.parametrize(
+    "record", [b"99 path=a\n", b"-1 path=a\n", b"12 path=abcdX", b"9 a=\n", b"x", b"13 size=1e9\n\n"]
+)
+def test_a_damaged_extended_header_is_an_error_and_no_traceback(record):
+    data = header(tarfile.XHDTYPE, len(record)) + record.ljust(BLOCK, b"\0") + tar_of({"a.txt": b"a"})
+    with pytest.raises(tarfile.ReadError):
+        read_all(data)
+
+
+def test_a_header_of_the_largest_size_is_read_and_a_hostile_tar_costs_only_itself(tmp_path):
+    record = b"path=" + b"p/" * (MAX_HEADER_BYTES // 2 - 20) + b"a.txt\n"
+    record = b"%d " % (len(record) + 8) + record
+    assert len(record) <= MAX_HEADER_BYTES
+    data = header(tarfile.XHDTYPE, len(record)) + record + bytes(-len(record) % BLOCK) + tar_of({"a.txt": b"a"})
+    [name] = read_all(data)
+    assert name.endswith("p/a.txt") and len(name) > 10**6
+    write_tar(tmp_path / "in" / "0.tar", {"good": sample_files(1)})
+    (tmp_path / "in" / "1.tar").write_bytes(gzip.compress(header(tarfile.XHDTYPE, CLAIMED) + bytes(2**16)))
+    assert make(tmp_path / "in", tmp_path / "out") == 1
+    assert [row["key"] for row in rows(tmp_path / "out")] == ["good"]
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
+        ("1.tar", None, "has an extended header of more than 1 MiB"),
+    ]
+
+
+# --- samples ---
+
+
+def test_two_tars_that_were_joined_give_all_of_their_samples(tmp_path, capsys):
+    halves = [write_tar(tmp_path / f"{n}", {f"{n}{k}": sample_files(n) for k in "ab"}) for n in range(2)]
+    (tmp_path / "joined.tar").write_bytes(b"".join(half.read_bytes() for half in halves))
+    assert make(tmp_path / "joined.tar", tmp_path / "out") == 0
+    assert [row["key"] for row in rows(tmp_path / "out")] == ["0a", "0b", "1a", "1b"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("found 4 samples, wrote 4, skipped 0; ")
+
+
+def test_a_tar_whose_images_and_captions_lie_apart_says_how_to_repack_it(tmp_path, capsys):
+    files = {f"{n}.jpg": picture(n) for n in range(3)} | {f"{n}.txt": b"x" for n in range(3)}
+    (tmp_path / "in.tar").write_bytes(tar_of(files))
+    assert make(tmp_path / "in.tar", tmp_path / "out") == 1
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
+        *(("in.tar", f"{n}", "missing caption") for n in range(3)),
+        *(("in.tar", f"{n}", NOT_ADJACENT) for n in range(3)),
+    ]
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert "files of one key are not adjacent; repack with tar --sort=name: 3, missing caption: 3" in said
+
+
+def test_a_folders_key_ends_at_the_last_dot_and_a_tars_at_the_first(tmp_path, capsys):
+    names = [
+        "plain",
+        "Screenshot 2024-01-01 at 10.21.33",
+        "Screenshot 2024-01-01 at 10.21.34",
+        "cat",
+        "cat.v1",
+        "cat-2",
+    ]
+    folder, files = tmp_path / "in", {}
+    folder.mkdir()
+    for number, name in enumerate(names):
+        files |= {f"{name}.jpg": picture(number), f"{name}.txt": f"number {number}".encode()}
+    for name, content in {**files, ".DS_Store": b"x", "README": b"x", "notes.md": b"x", "cat.cls": b"3"}.items():
+        (folder / name).write_bytes(content)
+    (tmp_path / "in.tar").write_bytes(tar_of(files))
+    assert make(folder, tmp_path / "out") == 0
+    found = {row["key"]: (row["jpg"], row["caption"]) for row in rows(tmp_path / "out")}
+    assert found == {name: (files[f"{name}.jpg"], files[f"{name}.txt"].decode()) for name in names}
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
+        ("in", ".DS_Store", "has no name of the form KEY.SUFFIX"),
+        ("in", "README", "has no name of the form KEY.SUFFIX"),
+        ("in", "notes.md", "belongs to no sample"),
+    ]
+    assert make(tmp_path / "in.tar", tmp_path / "tar") == 0
+    assert [row["key"] for row in rows(tmp_path / "tar")] == ["plain", "cat", "cat-2"]
+    assert {entry[1] for entry in skipped(tmp_path / "tar" / "skipped.jsonl")} == {
+        f"{name}.{suffix}" for name in names if "." in name for suffix in ("jpg", "txt") if name != "cat.v1"
+    }
+
+
+def test_compressed_tars_of_a_folder_are_sources_and_what_lies_too_deep_is_named(tmp_path, capsys):
+    for number, suffix in enumerate(("tar", "tar.gz", "tgz")):
+        data = tar_of({f"{number}.jpg": picture(number), f"{number}.txt": b"x"})
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / f"{number}.{suffix}").write_bytes(data if suffix == "tar" else gzip.compress(data))
+    write_tar(tmp_path / "in" / "sub" / "deep.tar", {"a": sample_files(1)})
+    assert make(tmp_path / "in", tmp_path / "out") == 0
+    assert [row["key"] for row in rows(tmp_path / "out")] == ["0", "1", "2"]
+    assert f"in: too deep in it to be read: {tmp_path}/in/sub/deep.tar. Give each" in capsys.readouterr().err
+
+
+def test_the_balance_has_every_sample_and_a_source_that_breaks_ends_in_one(tmp_path, capsys):
+    good, small = sample_files(1), {**sample_files(2, (32, 32))}
+    tar = write_tar(tmp_path / "0.tar", {"a": good, "b": {**good, "jpg": b"?"}, "c": small})
+    keys = [tmp_path / "out", "min_side_px=64"]
+    assert make(tar, *keys) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("found 3 samples, wrote 1, skipped 1 (not an image: 1), left out 1 (side below 64 px: 1); ")
+    assert said.endswith(f"; in {tmp_path}/out; reasons: {tmp_path}/out/skipped.jsonl")
+    (tmp_path / "1.tar").write_bytes(tar.read_bytes()[: 3 * BLOCK])
+    assert make(tar, tmp_path / "1.tar", tmp_path / "two", *keys[1:]) == 1
+    counts = facts(tmp_path / "two")["counts"]
+    assert counts["read"] == counts["written"] + sum(sum(counts[name].values()) for name in ("skipped", "left_out"))
+    assert make(tar, tmp_path / "1.tar", tmp_path / "two", *keys[1:]) == 1  # a second start says it again
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "folder", "json"])
+def test_a_byte_order_mark_is_no_part_of_a_caption(tmp_path: Path, suffix):
+    mark, image = b"\xef\xbb\xbf", picture(0)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jpg").write_bytes(image)
+    text = {
+        "csv": mark + b"image,caption\na.jpg," + mark + b"a cat\n",
+        "jsonl": mark + b'{"image": "a.jpg", "caption": "\\ufeffa cat"}\n',
+        "folder": mark + b"a cat",
+        "json": mark + b'{"caption": "\\ufeff a cat"}',
+    }[suffix]
+    name = {"folder": "a.txt", "json": "a.json"}.get(suffix, f"t.{suffix}")
+    (tmp_path / "in" / name).write_bytes(text)
+    source = tmp_path / "in" / (name if name.startswith("t.") else "")
+    assert make(source, tmp_path / "out", *(["caption=json:caption"] if suffix == "json" else [])) == 0
+    [row] = rows(tmp_path / "out")
+    assert row["caption"] == "a cat" and row["jpg"] == image
