@@ -1,6 +1,6 @@
 """A sweep's runs as one array job of Slurm: handed over, and their ends read by a later call.
 
-NAME/slurm/TIME/NUMBER.sh       a run's commands, for launch/slurm_job.sh
+NAME/slurm/TIME/NUMBER.sh       a run's commands as a function, for launch/slurm_job.sh
                 NUMBER.end      its code and seconds; `timeout` in place of a code
                 ranks/JOB/      what its ranks say; rank 0 writes into logs/RUN.txt
 """
@@ -90,6 +90,17 @@ def _add_end(sweep: Sweep, point: Point, state: State, end: Sequence[str], said:
     state.add(point, status, seconds=seconds, message=message, commit=made_of)
 
 
+def script_of(commands: Sequence[Sequence[str]], output: Path, ended: Path) -> str:
+    """Return a run's commands as launch/slurm_job.sh sources them.
+
+    Args:
+        output: file of all that they print.
+        ended: file of their code.
+    """
+    steps = " && ".join(f"run_step {shlex.join(words)}" for words in commands)
+    return f"OUTPUT={shlex.quote(str(output))}\nENDED={shlex.quote(str(ended))}\nrun_steps() {{ {steps}; }}\n"
+
+
 def submit(sweep: Sweep, state: State, wanted: Sequence[Point]) -> None:
     """Hand runs over to Slurm.
 
@@ -114,9 +125,7 @@ def submit(sweep: Sweep, state: State, wanted: Sequence[Point]) -> None:
         places[point.name] = output.stat().st_size
         commands = [["benchmark.py", *point.words, *own_folders(point.config, number)]]
         commands += [["eval.py", str(sweep.folder / point.name)]] if point.config.eval.when == "after" else []
-        quoted = " ".join(shlex.quote(shlex.join(words)) for words in commands)
-        own = f"OUTPUT={shlex.quote(str(output))}\nENDED={shlex.quote(str(tasks / f'{number}.end'))}\n"
-        (tasks / f"{number}.sh").write_text(f"{own}commands=({quoted})\n")
+        (tasks / f"{number}.sh").write_text(script_of(commands, output, tasks / f"{number}.end"))
     at_once = f"%{sweep.own.jobs}" if sweep.own.jobs else ""
     minutes = math.ceil((sweep.own.limit_sec + BEFORE_LIMIT_SEC) / 60)
     name = re.sub(r"\W+", "-", sweep.name)
