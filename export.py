@@ -393,7 +393,6 @@ def export_and_push(place: str, out: Path, config: ExportConfig) -> dict[str, An
 def main(argv: Sequence[str]) -> int:
     """Read the command line, export, print a line."""
     words = parse_command_line(argv, {}, takes_places=True)
-    masking.watch()
     try:
         out = Path(words.places[-1]).expanduser() if words.places else Path()
         config = load(ExportConfig, words, check=lambda config: config.problems(out))

@@ -31,7 +31,6 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli import masking
 from cli.command import command, start
 from cli.errors import ConfigError, Failed, Refused
 from cli.log import log
@@ -52,7 +51,6 @@ WRONG = ("refused", "timeout", "failed", "killed")
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    masking.watch()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Composer takes an interrupt for an exit without a word
     sweep = read_sweep(argv)
     only, code = statuses_of(sweep.own.only), commit()
