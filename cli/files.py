@@ -92,8 +92,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
-def open_regular(path: Path, most_bytes: int = MOST_BYTES) -> BinaryIO:
+def open_regular(path: Path, most_bytes: int | None = MOST_BYTES) -> BinaryIO:
     """Open a regular file for reading, links followed: a device or a pipe may have no end, or no writer.
+
+    Args:
+        most_bytes: that it may have; None: any number, of a file that is not read at once.
 
     Raises OSError: it is none, has more bytes than that, or cannot be read.
     """
@@ -104,9 +107,9 @@ def open_regular(path: Path, most_bytes: int = MOST_BYTES) -> BinaryIO:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(at.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        if at.st_size > most_bytes:
+        if most_bytes is not None and at.st_size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {at.st_size:,} bytes; at most {most_bytes:,} are read", str(path))
-        return open(descriptor, "rb")
+        return open(path, "rb", opener=lambda *_: descriptor)
     except BaseException:
         os.close(descriptor)
         raise
@@ -116,6 +119,14 @@ def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Return the bytes of a regular file. Raises OSError: see `open_regular`."""
     with open_regular(path, most_bytes) as file:
         return file.read(most_bytes)
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file. Raises OSError: see `open_regular`. ValueError: it is none."""
+    try:
+        return json.loads(read_regular(path))
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
 
 def is_bounded(record: zipfile.ZipInfo) -> bool:

@@ -20,7 +20,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from cli.errors import Failed, Refused
-from cli.files import is_bounded, to_disk, whole, write_whole
+from cli.files import is_bounded, open_regular, to_disk, whole, write_whole
 from prepare.coco_subset import image_name
 from stages.moments import TIMESTEP
 
@@ -49,6 +49,7 @@ class Pictures:
             self._members: dict[str, Any] = {entry.name: Path(entry.path) for entry in os.scandir(folder)}
             return
         try:
+            open_regular(path, None).close()
             self._zip = zipfile.ZipFile(path)
         except (OSError, zipfile.BadZipFile) as error:
             why = getattr(error, "strerror", None) or f"it is no whole zip: {error}"

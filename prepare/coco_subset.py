@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli.errors import Refused
-from cli.files import MOST_BYTES, is_bounded, read_regular
+from cli.files import MOST_BYTES, is_bounded, open_regular, read_regular
 from stages.moments import NUM_TIMESTEPS, TIMESTEP
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def _content(path: Path) -> tuple[bytes, str]:
     """Return the bytes of a file of captions, or of the one in a zip; and its name for messages. Raises Refused."""
     where = f"annotations: {path}"
     try:
+        open_regular(path, None).close()
         if not zipfile.is_zipfile(path):
             if path.suffix == ".zip" and path.is_file():
                 raise zipfile.BadZipFile("it is no whole zip")

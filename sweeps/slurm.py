@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from cli.errors import Failed, Refused
+from cli.files import read_regular
 from cli.log import log
 from config import count
 from record import processes
@@ -71,7 +72,7 @@ def collect(sweep: Sweep, points: Sequence[Point], state: State, queued: Collect
             tasks, number = str(line["tasks"]), str(line["job"]).rpartition("_")[2]
             ended = Path(tasks, f"{number}.end")
             said = end_of_text(sweep.folder / LOGS / f"{point.name}.txt", int(line["from_byte"]))
-            _add_end(sweep, point, state, ended.read_text().split() if ended.is_file() else [], said)
+            _add_end(sweep, point, state, read_regular(ended).decode().split() if ended.is_file() else [], said)
 
 
 def _add_end(sweep: Sweep, point: Point, state: State, end: Sequence[str], said: str) -> None:
