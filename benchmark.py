@@ -408,7 +408,6 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         # Before anything asks the driver, so that no rank opens a context on the first GPU.
         torch.cuda.set_device(dist.get_local_rank())
     command_line, debug, resolved = parse_command_line(argv, ALIASES), False, None
-    masking.watch()
     sys.argv[1:] = map(masking.masked, sys.argv[1:])  # W&B keeps them
     try:
         typed = {at.key for at in command_line.assignments}

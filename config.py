@@ -217,8 +217,7 @@ def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
         return value, _misfit(at, hint, None, limits.usual)
     masked = masking.without_secrets(value)
     if masked != value and at.text is None:
-        given = f"{at.where}: {_named(at)}: a secret stands in {masked}. It is neither shown nor kept"
-        log.warning(f"{given}. {masking.where_it_belongs(str(masked))}.")
+        log.warning(masking.secret_found(f"{at.where}: {_named(at)}", str(masked)))
     return masked, None
 
 

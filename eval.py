@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from cli import errors, masking, meeting, ranks
+from cli import errors, meeting, ranks
 from cli.command import command, start
 from cli.command_line import Assignment, CommandLine, Problem, parse_command_line
 from cli.errors import ConfigError
@@ -233,7 +233,6 @@ def draw(rows: Sequence[Row], folder: Path, config: EvalCommand) -> None:
 def main(argv: Sequence[str]) -> int:
     """Read the command line, score, print a line a score; rank 0 speaks for all."""
     command = parse_command_line(argv, ALIASES, takes_places=True)
-    masking.watch()
     debug = any(at.key == "loggers.debug" and at.value is True for at in command.assignments)
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_local_rank())

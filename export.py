@@ -43,7 +43,7 @@ from cli import errors, masking
 from cli.command import command, start
 from cli.command_line import Assignment, CommandLine, Problem, leaves, parse_command_line
 from cli.errors import ConfigError
-from cli.files import whole, whole_folder, write_json, write_whole
+from cli.files import read_regular, whole, whole_folder, write_json, write_whole
 from cli.log import EVERY_RANK, log
 from config import load, to_yaml
 from evaluation.score_table import read_rows
@@ -235,7 +235,7 @@ def facts_of(
 
 def _commit_of(run: Path) -> str | None:
     try:
-        return json.loads((run / "environment.json").read_bytes())["commit"]
+        return json.loads(read_regular(run / "environment.json"))["commit"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -251,7 +251,7 @@ def scores_of(run: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
 def caption_of(run: Path) -> str:
     """Return the first caption of a run's sample grid, or another one."""
     try:
-        return (run / "samples/captions.txt").read_text().splitlines()[0][:200] or CAPTION
+        return read_regular(run / "samples/captions.txt").decode().splitlines()[0][:200] or CAPTION
     except (OSError, ValueError, IndexError):
         return CAPTION
 
@@ -290,7 +290,7 @@ def _unlike(out: Path, identity: dict[str, Any]) -> str | None:
     if out.is_dir() == is_ldm(out):
         return "is a folder, but its name is an LDM file's" if is_ldm(out) else "is a file"
     try:
-        earlier = _facts_in_file(out) if is_ldm(out) else json.loads((out / FACTS).read_bytes())
+        earlier = _facts_in_file(out) if is_ldm(out) else json.loads(read_regular(out / FACTS))
         names = {key: earlier[key] for key in identity}
         strangers = [] if is_ldm(out) else sorted(_files(out) - {*earlier["files"], FACTS})
     except (OSError, ValueError, KeyError, TypeError):
@@ -393,7 +393,6 @@ def export_and_push(place: str, out: Path, config: ExportConfig) -> dict[str, An
 def main(argv: Sequence[str]) -> int:
     """Read the command line, export, print a line."""
     words = parse_command_line(argv, {}, takes_places=True)
-    masking.watch()
     try:
         out = Path(words.places[-1]).expanduser() if words.places else Path()
         config = load(ExportConfig, words, check=lambda config: config.problems(out))

@@ -30,7 +30,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli import masking
 from cli.command import command, start
 from cli.errors import ConfigError, Failed, Refused
 from cli.log import log
@@ -51,7 +50,6 @@ WRONG = ("refused", "timeout", "failed", "killed")
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    masking.watch()
     sweep = read_sweep(argv)
     only, code = statuses_of(sweep.own.only), commit()
 

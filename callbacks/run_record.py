@@ -31,7 +31,7 @@ from composer.utils import dist
 from cli import masking
 from cli.command_line import RENAMED
 from cli.errors import text_of
-from cli.files import write_json, write_whole
+from cli.files import read_regular, write_json, write_whole
 from cli.limits import limited
 from cli.log import log
 from record.config_file import ConfigFiles
@@ -40,6 +40,7 @@ from record.files import (
     BAD_SAMPLES,
     CUT,
     METRICS,
+    MOST_OF_LINES,
     STARTS,
     is_window,
     read_lines,
@@ -203,7 +204,7 @@ class RunRecord(Callback):
         """Keep and return some lines of metrics.jsonl; move the others to metrics.cut.jsonl."""
         path = self.folder / METRICS
         whole = read_lines(path)
-        texts = path.read_bytes().split(b"\n") if path.exists() else []
+        texts = read_regular(path, MOST_OF_LINES).split(b"\n") if path.exists() else []
         kept = [line for line in whole if is_kept(line)]
         cut = [text for text, line in zip(texts, whole, strict=False) if not is_kept(line)]
         cut += [text for text in texts[len(whole) :] if text]  # an unfinished line of a killed writer

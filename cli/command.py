@@ -1,4 +1,4 @@
-"""What all commands have in common: --help, how a refusal ends, and an exit code that is the command's own."""
+"""What all commands have in common: --help, no secret that is shown, how a refusal ends, and an exit code of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from cli import interrupts
+from cli import interrupts, masking
 from cli.errors import ConfigError, Failed, Refused
 from cli.log import EVERY_RANK, log
 from cli.private_api import PrivateAPIMissing, check_private_api
@@ -21,7 +21,7 @@ LEAVE_SEC = 15.0  # for what loggers and libraries do at a process's exit after 
 
 
 def command(
-    text: str | None, *, needs_words: bool = True, more_help: Callable[[], str] = str
+    text: str | None, *, needs_words: bool = True, more_help: Callable[[], str] = str, keeps_secrets: bool = False
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Make a function of argv a command: it prints `text` where help is asked for, and says what it refuses.
 
@@ -29,6 +29,7 @@ def command(
         text: the head of its file.
         needs_words: without any it prints `text` too, and its exit code is 2.
         more_help: makes what --help prints after `text`.
+        keeps_secrets: its words are for another command, and keep the passwords in their addresses.
     """
 
     def wrap(main: Callable[..., int]) -> Callable[..., int]:
@@ -37,9 +38,13 @@ def command(
             if {"-h", "--help"} & set(argv) or (needs_words and not argv):
                 print(f"{text}{more_help()}")
                 return 0 if argv else 2
+            masking.watch()
             try:
                 check_private_api()
-                return main(argv, **more)
+                words, warnings = (argv, []) if keeps_secrets else masking.take_secrets_out(argv)
+                for warning in warnings:
+                    log.warning(warning)
+                return main(words, **more)
             except Failed as error:
                 log.error(error, extra=EVERY_RANK)
                 return 1

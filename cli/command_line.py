@@ -19,6 +19,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 
+from cli.files import read_regular
 from cli.limits import file_problem, kind_of_path, shown, text_possible
 
 MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 2**20, 50
@@ -186,7 +187,7 @@ def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
         return [], [Problem(f"{where}: {there if kind_of_path(path) else _no_such_yaml(Path(path).parent)}")]
     content = b""
     try:
-        content = Path(path).expanduser().read_bytes()
+        content = read_regular(Path(path).expanduser(), 4 * MAX_YAML_CHARACTERS)
         text = content.decode()
         if len(text) > MAX_YAML_CHARACTERS:
             given = f"{len(text):,} characters. Possible: {MAX_YAML_CHARACTERS:,} at most"

@@ -8,11 +8,15 @@ import glob
 import json
 import os
 import shutil
+import stat
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
+
+MOST_BYTES = 2**28  # of a file that is read whole, where its reader says nothing else
 
 
 def cache_folder() -> Path:
@@ -86,6 +90,48 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file whole or not at all."""
     write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def open_regular(path: Path, most_bytes: int | None = MOST_BYTES) -> BinaryIO:
+    """Open a regular file for reading, links followed: a device or a pipe may have no end, or no writer.
+
+    Args:
+        most_bytes: that it may have; None: any number, of a file that is not read at once.
+
+    Raises OSError: it is none, has more bytes than that, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer is not waited for
+    try:
+        at = os.fstat(descriptor)
+        if stat.S_ISDIR(at.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(at.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if most_bytes is not None and at.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {at.st_size:,} bytes; at most {most_bytes:,} are read", str(path))
+        return open(path, "rb", opener=lambda *_: descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the bytes of a regular file. Raises OSError: see `open_regular`."""
+    with open_regular(path, most_bytes) as file:
+        return file.read(most_bytes)
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file. Raises OSError: see `open_regular`. ValueError: it is none."""
+    try:
+        return json.loads(read_regular(path))
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def is_bounded(record: zipfile.ZipInfo) -> bool:
+    """True for a zip file's record that gives no more bytes than it claims: of other methods zipfile reads all there is."""
+    return record.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def to_disk(path: Path) -> None:

@@ -3,9 +3,9 @@
     sftp://user:secret@host/folder       sftp://user:***@host/folder     everywhere; the client alone asks for the password
     data.remote=${oc.env:BUCKET}/laion   ${oc.env:BUCKET}/laion          in every file, message and logger; the value is used
 
-A password is taken out of an address where the address comes in (`without_secrets`), so that nothing behind that has it to
-show. A value is put back to its text where it goes out: in a run's files (record/config_file.py), and in what is printed
-(`watch`).
+A password is taken out of an address where the address comes in (`without_secrets`; of a command line, cli/command.py), so
+that nothing behind that has it to show: in a path that is made of an address none would be known. A value is put back to its
+text where it goes out: in a run's files (record/config_file.py), and in what is printed (`watch`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ MASK = "***"
 LEAST_CHARACTERS = 4  # of a value that is looked for in texts: a shorter one would be found everywhere
 WITHIN_WORDS = 8  # so many are also looked for within a word
 
-_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^\s'\"<>]+)")
+_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://((?:(?!,[a-zA-Z][a-zA-Z0-9+.-]*://)[^\s'\"<>])+)")
 _VALUE = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.+)", re.DOTALL)  # an address alone: a password may hold a space
 _PORT = re.compile(r"[^:]*:[0-9]*|\[[^\]]*\](:[0-9]*)?")  # host and port
+_WORD = re.compile(
+    r"((?:-*([\w.]+)=)?)(['\"]?)(.*)\3", re.DOTALL
+)  # KEY=VALUE, --flag=VALUE or VALUE, in quotes of YAML's
 _INNERMOST = re.compile(r"\$\{[^{}]+\}")
 _HELD = re.compile(r"(\0[0-9]+\0)+")  # in place of `${...}`, whose ":" says nothing about the address around it
 _VARIABLE = re.compile(r"\$\{oc\.env:([^{},]+)[^{}]*\}")
@@ -75,10 +78,38 @@ def without_secrets(address: Any) -> Any:
         return address
     if not (found := _VALUE.fullmatch(address)):
         return masked(address)
-    shown, user, password, host = _masked(found[1], found[2])
-    if password not in ("", MASK) and found[1] == "sftp":
+    return _kept(found)
+
+
+def _kept(address: re.Match[str]) -> str:
+    """Return an address without secrets; the password of an sftp:// address is kept for its client."""
+    shown, user, password, host = _masked(address[1], address[2])
+    if password not in ("", MASK) and address[1] == "sftp":
         _passwords[f"{user}@{host}"] = password
     return shown
+
+
+def take_secrets_out(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a command line as `without_secrets` does, and a warning for each word that had a secret in an address.
+
+    A word with `${...}` stays as it is: what stands behind that is not known yet.
+    """
+    words, warnings = [], []
+    for word in argv:
+        parts = _WORD.fullmatch(word)
+        assert parts is not None
+        begin, key, quote, value = parts.groups()
+        found = _VALUE.fullmatch(value)
+        shown = value if "${" in value else _kept(found) if found else _ADDRESS.sub(_kept, value)
+        words.append(f"{begin}{quote}{shown}{quote}")
+        if shown != value:
+            warnings.append(secret_found(f"command line: {key}" if key else "command line", shown))
+    return words, warnings
+
+
+def secret_found(where: str, shown: str) -> str:
+    """Say that a secret was given in an address, and where it belongs."""
+    return f"{where}: a secret stands in {shown}. It is neither shown nor kept. {where_it_belongs(shown)}."
 
 
 def _masked(scheme: str, rest: str) -> tuple[str, str, str, str]:

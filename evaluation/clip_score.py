@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cli.files import read_regular
 from evaluation import shapes
 from evaluation.numerics import Float64Sums, Precision, computing, require_finite
 from weights.files import WeightsFile, open_weights
@@ -202,10 +203,10 @@ def _config_beside(path: Path) -> tuple[str | Mapping[str, Any], Mapping[str, An
     if not beside.is_file():
         return None
     try:
-        config = json.loads(beside.read_bytes())
+        config = json.loads(read_regular(beside))
         model, preprocess = config["model_cfg"], config.get("preprocess_cfg", {})
         assert isinstance(model, dict) and isinstance(preprocess, dict)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise ValueError(
             f"{beside}: cannot be read: it has to be JSON with model_cfg and preprocess_cfg. Fetch it again, or give the "
             "architecture and remove it."

@@ -17,6 +17,7 @@ Shapes: B batch, D features, e.g. 2048.
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cli.files import whole
+from cli.files import is_bounded, whole
 from evaluation.numerics import Float64Sums, require_finite
 
 BLOCK = 256  # columns multiplied at once; 128 to 512 are fast on a CPU
 FLOAT32_ROUNDING = 1e-5  # relative to the largest value: error allowed in a covariance computed in float32
+MAX_NPZ_BYTES = 2**28  # of 2,048 features it is 2**25
 LARGEST = {"mu": float(torch.finfo(torch.float32).max), "sigma": float(torch.finfo(torch.float32).max) ** 2}
 """Features are float32. Larger values cannot come from features, and would overflow in the distance."""
 
@@ -110,6 +112,14 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
             f"{path}: there is no such file. Give an .npz with mu and sigma (prepare.fid_statistics makes one)."
         )
     try:
+        with zipfile.ZipFile(path) as archive:  # numpy reads what a compressed record gives, however much that is
+            records = archive.infolist()
+            if (size := sum(record.file_size for record in records)) > MAX_NPZ_BYTES or not all(
+                map(is_bounded, records)
+            ):
+                raise ValueError(
+                    f"it holds {size:,} bytes, or is packed in an odd way; at most {MAX_NPZ_BYTES:,} are read"
+                )
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except Exception as error:  # numpy raises a dozen classes of errors for a foreign file

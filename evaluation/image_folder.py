@@ -19,6 +19,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from cli.files import open_regular
+
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
@@ -51,10 +53,10 @@ def read_image(path: Path, size_px: int | None = None) -> Tensor:  # -> uint8 (3
         ValueError: the image is unreadable.
     """
     try:
-        with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
+        with open_regular(path) as file, Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
             rgb = image.convert("RGB")
     except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
-        said = str(error).replace(f" {str(path)!r}", "")
+        said = str(error).partition(" <_io.")[0].replace(f": {str(path)!r}", "")
         raise ValueError(
             f"{path}: cannot be read as an image ({type(error).__name__}: {said}). Possible: whole PNG, JPEG and WebP files. "
             "Fetch it again, or take it out of the folder."

@@ -28,6 +28,7 @@ from composer.utils import dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from cli.files import read_regular
 from cli.log import log
 from cli.private_api import require_private_api
 from evaluation.clip_score import ClipPair, CLIPScore, load_clip, times_100
@@ -92,7 +93,7 @@ class Meter:
                 "inception": self.extractor.name,
                 "inception_fingerprint": self.extractor.fingerprint,
                 "resize": self.extractor.resize,
-                "statistics_sha256": hashlib.sha256(Path(statistics).expanduser().read_bytes()).hexdigest(),
+                "statistics_sha256": hashlib.sha256(read_regular(Path(statistics).expanduser())).hexdigest(),
             }
         if clip is not None:
             self.pair = load_clip(clip)

@@ -9,8 +9,8 @@ Exit code: 0, or 2 where a file cannot be read or has no scores.
 
 from __future__ import annotations
 
+import io
 import itertools
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +21,7 @@ from yaml import YAMLError
 
 from cli.command import command
 from cli.errors import Refused
+from cli.files import read_json, read_regular
 from evaluation.score_table import Row, read_rows
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ APART = (
 )
 """What has a line of its own in a picture; model_id tells two models of one name apart."""
 DPI = 120
+MAX_YAML_BYTES = 2**20
 COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
 
 
@@ -147,12 +149,17 @@ def rows_of(place: str) -> list[Row]:
     rows: list[Row] = []
     if not place.endswith(".json"):
         rows = read_rows(Path(place))
-    elif isinstance(record := json.loads(Path(place).read_text()), dict):
+    elif isinstance(record := read_json(Path(place)), dict):
         about = {"model": record.get("rung"), "partial": False}
         rows = [about | evaluation for evaluation in record.get("evaluations", [])]
     if not rows:
         raise ValueError(f"{place}: has no scores. Give eval.jsonl of eval.py, or a record of bench.ladder.")
     return rows
+
+
+def _target_of(path: Path) -> Any:
+    """Return the target of a YAML. Raises OSError, or what the reader of YAML raises."""
+    return OmegaConf.load(io.BytesIO(read_regular(path, MAX_YAML_BYTES))).target
 
 
 @command(__doc__)
@@ -173,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
     [out] = words[".png"]
     try:
         rows = [row for place in places for row in rows_of(place)]
-        target = next((OmegaConf.load(word.removeprefix("target=")).target for word in words[".yaml"]), None)
+        target = next((_target_of(Path(word.removeprefix("target="))) for word in words[".yaml"]), None)
         if len({row["guidance"] for row in rows}) > 1:
             draw_guidance(rows, Path(out))
         else:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cli.files import read_regular
 from cli.limits import MAX_CAPTION
 from cli.masking import printable
 
@@ -58,7 +59,7 @@ def read_prompts(path: str, num_prompts: int | None = None) -> PromptSet:
             and what to do.
     """
     try:
-        content = Path(path).expanduser().read_bytes()
+        content = read_regular(Path(path).expanduser())
         text = content.decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}. Give a tab-separated file of prompts.") from error

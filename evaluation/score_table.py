@@ -22,7 +22,7 @@ from composer.utils import dist
 from filelock import FileLock
 
 from cli import ranks
-from cli.files import write_whole
+from cli.files import read_regular, write_whole
 from record.mlperf_events import is_number
 from record.summary import finite, result_line, rounded
 
@@ -122,7 +122,7 @@ def _text_of(path: Path) -> str:
     """Return a file's text. Raises ValueError: it cannot be read."""
     content = b""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
         return content.decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}. {WAYS}.") from error
@@ -187,7 +187,7 @@ def open_table(path: Path) -> list[Row]:
     rows = read_rows(path)
     source, table = path.with_suffix(".jsonl"), path.with_suffix(".csv")
     with contextlib.suppress(OSError):  # a folder that can only be read has its rows all the same
-        if source.exists() and not (table.exists() and table.read_bytes() == _as_csv(rows).encode()):
+        if source.exists() and not (table.exists() and read_regular(table) == _as_csv(rows).encode()):
             with _alone(path):
                 write_whole(table, _as_csv(read_rows(path)))
     return rows

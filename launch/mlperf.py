@@ -3,14 +3,16 @@
     source launch/config_DGXH100_01x08x32.sh
     DATADIR=/data CHECKPOINTS=/weights NEMOLOGS=/runs SEED=7 python -m launch.mlperf optimizer.lr_per_image=2.5e-7
 
-launch/run_and_time.sh runs them. docs/launching.md has the table of the variables. Words are keys of benchmark.py, and count
-last. The recipe is that of the global batch, DGXNNODES x DGXNGPU x BATCHSIZE: yamls/mlperf_256.yaml; YAML= names another.
+launch/run_and_time.sh runs them: --null ends each word by a NUL, and each command by an empty word. docs/launching.md has the
+table of the variables. Words are keys of benchmark.py, and count last. The recipe is that of the global batch, DGXNNODES x
+DGXNGPU x BATCHSIZE: yamls/mlperf_256.yaml; YAML= names another.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,11 +103,15 @@ def _moved(yaml: str, given: Mapping[str, str]) -> list[str]:
     ]
 
 
-@command(__doc__, needs_words=False)
+@command(__doc__, needs_words=False, keeps_secrets=True)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    for words in commands_of(read_variables(), argv):
-        print(shlex.join(words))
+    is_for_script = "--null" in argv
+    for words in commands_of(read_variables(), [word for word in argv if word != "--null"]):
+        if is_for_script:  # to a pipe, with the passwords that the training needs
+            sys.stdout.buffer.write("".join(f"{word}\0" for word in [*words, ""]).encode())
+        else:
+            print(shlex.join(words))
     return 0
 
 

@@ -20,14 +20,15 @@ say() { [ -z "$first" ] || echo "$@"; }
 
 # A function, so that the shell has read all of it: a checkout may change while a run goes on.
 main() {
-  said=$(python -m launch.mlperf "$@") || { code=$?; [ -z "${RANK_LOGS:-}" ] || echo "$code" >"$RANK_LOGS/code.${SLURM_NODEID:-0}"; exit "$code"; }
-  mapfile -t commands <<<"$said"
+  local words=() commands code=0
+  mapfile -d '' -t commands < <(python -m launch.mlperf --null "$@")
+  wait $! || { code=$?; [ -z "${RANK_LOGS:-}" ] || echo "$code" >"$RANK_LOGS/code.${SLURM_NODEID:-0}"; exit "$code"; }
   begin=$(date +%s)
   say "STARTING TIMING RUN AT $(date -d "@$begin" '+%F %r')"
-  for command in "${commands[@]}"; do
-    eval "words=($command)"
-    # shellcheck disable=SC2154
+  for word in "${commands[@]}"; do
+    if [ -n "$word" ]; then words+=("$word"); continue; fi
     run_to_its_end bash launch/ranks.sh "${words[@]}" || exit $?
+    words=()
   done
   end=$(date +%s)
   say "ENDING TIMING RUN AT $(date -d "@$end" '+%F %r')"

@@ -5,15 +5,16 @@
 # LOGDIR          parent of JOB/rankN.txt, what each rank says; default logs
 # MAX_RESTARTS    starts after the first one, at most; default 10
 # AT_LIMIT        requeue or end: what follows the stop before the time limit; default requeue
-# TASKS           of an array job: folder of NUMBER.sh, which says `commands`, OUTPUT (file of all output) and ENDED (of the code)
+# TASKS           of an array job: folder of NUMBER.sh, with a function `run_steps`, OUTPUT (file of all output) and ENDED (of the code)
 set -uo pipefail
 : "${MAX_RESTARTS:=10}" "${AT_LIMIT:=requeue}" "${LOGDIR:=logs}"
 declare -p SRUN_OPTIONS >/dev/null 2>&1 || SRUN_OPTIONS=()
-restarts=${SLURM_RESTART_COUNT:-0} leaving='' step='' pass_on='' commands=()
+restarts=${SLURM_RESTART_COUNT:-0} leaving='' step='' pass_on=''
 say() { TZ=UTC printf 'slurm: %(%Y-%m-%dT%H:%M:%SZ)T %s\n' -1 "$*"; }
 mark() { echo "{\"at\": \"$1\", \"unix_time\": $EPOCHREALTIME, \"start\": $restarts}" >>"$RANK_LOGS/times.jsonl"; }
 finish() { [ -z "${ENDED:-}" ] || echo "${2:-$1} $SECONDS" >"$ENDED"; exit "$1"; }
 refuse() { say "$*"; finish 2; }
+has_key() { local key=$1 word; shift; for word; do [[ $word != "$key="* ]] || return 0; done; return 1; }
 
 trap 'leaving=TERM' TERM
 trap 'leaving=limit; tell_ranks & pass_on=$!' USR1
@@ -30,12 +31,12 @@ if [ -n "${TASKS:-}" ]; then
 else
   words=("$@")
   case ${words[0]:-} in *.py | *.sh) ;; *) words=(benchmark.py "${words[@]}");; esac
-  if [ "${words[0]}" = benchmark.py ] && ! printf '%s\n' "${words[@]}" | grep -q '^run_name=' &&
-    ! printf '%s\0' "${words[@]}" | grep -z '[.]ya\?ml$' | xargs -0r grep -qs '^run_name:'; then
+  if [ "${words[0]}" = benchmark.py ] && ! has_key run_name "${words[@]}" &&
+    ! printf '%s\0' "${words[@]}" | grep -z '[.]ya\?ml$' | xargs -0r grep -qs -e '^run_name:' --; then
     words+=("run_name=slurm-$SLURM_JOB_ID")  # a name that it made up itself would be another one after each restart
     say "no run_name is given: it is slurm-$SLURM_JOB_ID"
   fi
-  commands=("$(printf '%q ' "${words[@]}")")
+  run_steps() { run_step "${words[@]}"; }
 fi
 
 # --- the job ---
@@ -68,7 +69,7 @@ run_step() { # WORDS...: a launcher a node; gives srun's code
   local script=launch/ranks.sh code=0 again words=("$@")
   case ${words[0]} in
     *.sh) script=${words[0]} words=("${words[@]:1}");;
-    benchmark.py) printf '%s\n' "${words[@]}" | grep -q '^save.grace_sec=' || words+=("$grace");;
+    benchmark.py) has_key save.grace_sec "${words[@]}" || words+=("$grace");;
   esac
   rm -f "$RANK_LOGS"/code.*
   mark step
@@ -88,11 +89,7 @@ run_step() { # WORDS...: a launcher a node; gives srun's code
 }
 
 code=0
-for command in "${commands[@]}"; do
-  eval "words=($command)"
-  # shellcheck disable=SC2154
-  run_step "${words[@]}" || { code=$?; break; }
-done
+run_steps || code=$?
 
 # --- what follows ---
 [ "$code" != 0 ] || finish 0

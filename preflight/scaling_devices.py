@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from scipy.optimize import brentq
 
+from cli.files import read_regular
 from cli.limits import given_as, shown
 from model import AUTOCAST_DTYPES, weights_dtype
 from preflight.scaling_fit import Interval, Law, jacobian, law_of
@@ -316,7 +317,7 @@ def gpu_records(folder: Path = RESULTS) -> tuple[list[Measured], list[dict[str, 
     found, passed_over = [], []
     for path in sorted(folder.rglob("*.json")):
         try:
-            if not _is_of_gpu(json.loads(path.read_bytes())):
+            if not _is_of_gpu(json.loads(read_regular(path))):
                 continue
             run = read_measured(str(path))
         except (OSError, ValueError, RecursionError) as error:

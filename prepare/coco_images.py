@@ -21,7 +21,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from cli.errors import Failed, Refused
-from cli.files import to_disk, whole, write_whole
+from cli.files import is_bounded, open_regular, to_disk, whole, write_whole
 from prepare.coco_subset import image_name
 from prepare.counts import SKIPPED_FILE, Ledger
 from stages.moments import TIMESTEP
@@ -51,6 +51,7 @@ class Pictures:
             self._members: dict[str, Any] = {entry.name: Path(entry.path) for entry in os.scandir(folder)}
             return
         try:
+            open_regular(path, None).close()
             self._zip = zipfile.ZipFile(path)
         except (OSError, zipfile.BadZipFile) as error:
             why = getattr(error, "strerror", None) or f"it is no whole zip: {error}"
@@ -68,6 +69,8 @@ class Pictures:
         size = member.stat().st_size if self._zip is None else member.file_size
         if size > MAX_BYTES:
             raise ValueError(f"has {size:,} bytes; at most {MAX_BYTES:,} are read")
+        if self._zip is not None and not is_bounded(member):
+            raise ValueError("is packed in another way than stored or deflated")
         return member.read_bytes() if self._zip is None else self._zip.read(member)
 
 

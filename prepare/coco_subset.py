@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli.errors import Refused
+from cli.files import MOST_BYTES, is_bounded, open_regular, read_regular
 from stages.moments import NUM_TIMESTEPS, TIMESTEP
 
 if TYPE_CHECKING:
@@ -58,14 +59,17 @@ def _content(path: Path) -> tuple[bytes, str]:
     """Return the bytes of a file of captions, or of the one in a zip; and its name for messages. Raises Refused."""
     where = f"annotations: {path}"
     try:
+        open_regular(path, None).close()
         if not zipfile.is_zipfile(path):
             if path.suffix == ".zip" and path.is_file():
                 raise zipfile.BadZipFile("it is no whole zip")
-            return path.read_bytes(), where
+            return read_regular(path), where
         with zipfile.ZipFile(path) as file:
             names = file.namelist()
             member = next((name for name in names if Path(name).name == CAPTIONS), None)
             if member is not None:
+                if file.getinfo(member).file_size > MOST_BYTES or not is_bounded(file.getinfo(member)):
+                    raise zipfile.BadZipFile(f"{member} is packed in an odd way, or above {MOST_BYTES:,} bytes")
                 return file.read(member), f"{where}, {member}"
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error) as error:  # of odd zips, too
         why = getattr(error, "strerror", None) or str(error)

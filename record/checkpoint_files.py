@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +27,7 @@ from cli.errors import ConfigError
 from cli.files import to_disk, whole
 from cli.log import log
 from record import checkpoint_folders
+from weights.files import check_records
 
 SCHEMA = 1
 FULL, WEIGHTS, PART = "full-ba", "weights-im", "part-"
@@ -169,6 +171,8 @@ def outline(path: Path) -> dict[str, Any]:
     """Read a checkpoint's content as `read`; of a folder, the tensors in parts have names and shapes alone (on meta)."""
     file = path / checkpoint_folders.RUN if path.is_dir() else path
     try:
+        with zipfile.ZipFile(file) as archive:
+            check_records(file, archive)  # torch reads the small ones as long as they claim to be
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -176,8 +180,8 @@ def outline(path: Path) -> dict[str, Any]:
         raise ConfigError(
             [f"{path}: holds more than tensors and plain values ({given}). No code from a file runs here. Remove it."]
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        reason = str(error).splitlines()[0].removeprefix(f"{file}: ").rstrip(".")
         raise ConfigError(
             [f"{path}: cannot be read as a checkpoint: {reason}. Remove it, or bring back a copy."]
         ) from error

@@ -23,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from cli.files import to_disk
+from cli.files import open_regular, read_regular, to_disk
 from weights.parts import is_part
 
 SUFFIX = ".parts"
@@ -53,7 +53,7 @@ def _outlined(content: Any) -> Any:
 def digest_of(path: Path) -> str:
     """Return 32 hex digits over a file's bytes."""
     digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
+    with open_regular(path, None) as file:
         while block := file.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
@@ -152,7 +152,7 @@ def fault(path: Path) -> str | None:
     try:
         if digest_of(path / FILES) != path.name.removesuffix(SUFFIX).rpartition("-")[2]:
             return f"its {FILES} is changed, or of another save"
-        files = json.loads((path / FILES).read_text())
+        files = json.loads(read_regular(path / FILES))
     except FileNotFoundError:
         return f"its {FILES} is missing"
     for name, (num_bytes, digest) in files.items():

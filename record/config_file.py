@@ -7,6 +7,7 @@ evaluations. Both together are what the run is.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from omegaconf import OmegaConf
 from cli import masking
 from cli.command_line import RENAMED, Assignment, Problem, leaves, read_yaml
 from cli.errors import ConfigError
-from cli.files import write_whole
+from cli.files import read_regular, write_whole
 from cli.log import log
 from config import resolved
 
@@ -63,7 +64,7 @@ def _write_later(folder: Path, keys: Mapping[str, Any]) -> None:
 
 def _as_it_stands(path: Path) -> dict[str, Any]:
     """Return key -> value of a file without resolving it, or nothing where there is none."""
-    keys = leaves(OmegaConf.to_container(OmegaConf.load(path))) if path.is_file() else []
+    keys = leaves(OmegaConf.to_container(OmegaConf.load(io.BytesIO(read_regular(path))))) if path.is_file() else []
     return {RENAMED.get(key, key): value for key, value in keys}
 
 
@@ -125,5 +126,5 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def masked_text(folder: Path) -> str:
     """Return both files as one YAML without secrets: an earlier version's may have a password in an address."""
-    text, later = (folder / CONFIG).read_text(), _as_it_stands(folder / LATER)
+    text, later = read_regular(folder / CONFIG).decode(), _as_it_stands(folder / LATER)
     return masking.masked(_yaml({**_as_it_stands(folder / CONFIG), **later}) if later else text)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.errors import ConfigError
+from cli.files import read_regular
 
 STARTS, METRICS, CUT, BAD_SAMPLES = "starts.jsonl", "metrics.jsonl", "metrics.cut.jsonl", "bad_samples.jsonl"
 SUMMARY = "summary.json"
@@ -19,6 +20,7 @@ SCORES = ("eval.jsonl", "eval.csv")
 """Written by evaluation/score_table.py."""
 OTHERS = ("config.yaml", "later.yaml", "environment.json", "mlperf.log", *SCORES)
 ALL = (STARTS, METRICS, CUT, BAD_SAMPLES, SUMMARY, *OTHERS)
+MOST_OF_LINES = 2**30  # bytes of a file of lines: a million windows have some 2**29
 NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     STARTS: {"start": int, "run_id": str, "device": str, "num_devices": int},
     METRICS: {"batch": int},
@@ -80,7 +82,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def _split(path: Path) -> list[tuple[bytes, bool]]:
     """Return each line of a file and whether it is the last, which has no end where it is not empty."""
     try:
-        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        lines = read_regular(path, MOST_OF_LINES).split(b"\n") if path.exists() else [b""]
     except OSError as error:
         raise ConfigError([f"{path} cannot be read: {error.strerror}. It is the run's own: bring it back."]) from error
     return [(line, number == len(lines)) for number, line in enumerate(lines, 1)]
@@ -117,7 +119,7 @@ def read_summary(folder: Path, *counts: str) -> dict[str, Any]:
     """
     path = folder / SUMMARY
     try:
-        summary = json.loads(path.read_bytes()) if path.is_file() else {}
+        summary = json.loads(read_regular(path)) if path.is_file() else {}
         said = "" if isinstance(summary, dict) else f"it holds a {type(summary).__name__}"
         if not said and summary and (missing := [key for key in counts if not isinstance(summary.get(key), int)]):
             said = f"its {missing[0]} is no whole number"
@@ -172,7 +174,7 @@ def seconds_of_starts(folder: Path, *, times_devices: bool = False) -> float:
     """
     lines, total = read_lines(folder / METRICS), 0.0
     with contextlib.suppress(OSError):
-        for text in (folder / CUT).read_bytes().splitlines():
+        for text in read_regular(folder / CUT, MOST_OF_LINES).splitlines():
             with contextlib.suppress(ValueError, RecursionError):  # what killed writers left is among them
                 lines.append(json.loads(text))
     lines = [line for line in lines if isinstance(line, dict) and _wrong_in(METRICS, line) is None]

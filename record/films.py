@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cli.files import write_whole
+from cli.files import read_regular, write_whole
 from stages.videos import CONTAINERS, inspect_film, read_frames
 
 MOST_SHOWN = 8
@@ -80,7 +80,7 @@ def comment_in(path: Path) -> str:
 
 def read_mp4(path: Path) -> Tensor:
     """Return every frame of a file of `write_mp4`, uint8 (3, F, H, W). Raises OSError, SampleError: it is none."""
-    content = path.read_bytes()
+    content = read_regular(path)
     film = inspect_film(content)
     times_sec = [number / (film.fps or 1.0) for number in range(film.num_frames)]
     return torch.stack(read_frames(content, times_sec, lambda frame: frame), dim=1)

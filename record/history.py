@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from cli import masking
+from cli.files import open_regular, read_regular
 from record.config_file import CONFIG, LATER, read_files
-from record.files import BAD_SAMPLES, CLOCKS, CUT, METRICS, STARTS, SUMMARY
+from record.files import BAD_SAMPLES, CLOCKS, CUT, METRICS, MOST_OF_LINES, STARTS, SUMMARY
 from record.mlperf_events import is_number
 
 SCHEMA = 1
@@ -31,6 +32,7 @@ COLUMNS = (
 )
 """What of a window's line is kept."""
 
+MOST_OF_LINE = 2**22  # bytes
 MOST = 1e100  # sums and products of such numbers are finite
 
 Line = Mapping[str, Any]
@@ -150,7 +152,7 @@ def read_history(folder: Path) -> History:
 
 def grid_bytes(path: Path) -> bytes:
     """Return a picture of sample images. Raises OSError: it cannot be read."""
-    return path.read_bytes()
+    return read_regular(path)
 
 
 # --- lines ---
@@ -168,8 +170,8 @@ def _lines(path: Path, missing: list[str], *, is_needed: bool = True, is_scrap: 
         return
     broken, is_unfinished, newest = 0, False, SCHEMA
     try:
-        with open(path, "rb") as file:
-            for text in file:
+        with open_regular(path, MOST_OF_LINES) as file:
+            for text in iter(lambda: file.readline(MOST_OF_LINE), b""):
                 try:
                     line = json.loads(text)
                 except (ValueError, RecursionError):
@@ -280,7 +282,7 @@ def _object(path: Path, missing: list[str], *, is_needed: bool = True) -> dict[s
         missing += [f"There is no {path.name}."] if is_needed else []
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path))
     except OSError as error:
         said = error.strerror
     except (ValueError, RecursionError):
@@ -302,7 +304,7 @@ def _grids(folder: Path) -> list[tuple[int, Path]]:
 def _captions(folder: Path, missing: list[str]) -> list[str]:
     path = folder / "samples/captions.txt"
     try:
-        return path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
+        return read_regular(path).decode(errors="replace").split("\n")[:-1] if path.is_file() else []
     except OSError as error:
         missing.append(f"{path.name} cannot be read: {error.strerror}.")
         return []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.errors import ConfigError
-from cli.files import write_whole
+from cli.files import read_regular, write_whole
 from cli.log import log
 
 Line = Mapping[str, Any]
@@ -132,7 +132,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             [f"{path}: a folder, where the log of the run belongs. Take it away, or take another run_name."]
         )
     found = []
-    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
+    lines = _text_of(path).splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):
             break
@@ -144,12 +144,16 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def _text_of(path: Path) -> str:
+    return read_regular(path).decode(errors="replace")
+
+
 def events_to_fault(path: Path) -> tuple[list[dict[str, Any]] | None, str | None]:
     """Return the events of a log up to the first that cannot be read, and what is wrong with that; None: there is no log."""
     if not path.is_file():
         return None, None
     found = []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(keepends=True), 1):
+    for number, line in enumerate(_text_of(path).splitlines(keepends=True), 1):
         if not line.endswith("\n"):
             how = "it is being written, or its run was killed: then start that again, with the same command"
             return found, f"its log ends in the middle of a line: {how}"
@@ -208,7 +212,7 @@ def num_lasting(path: Path) -> int:
 def reopen(path: Path) -> list[dict[str, Any]]:
     """Leave the whole lines of a log without its run_stop, and return their events."""
     events = read_events(path)
-    lines = path.read_text().splitlines(keepends=True)[: len(events)]
+    lines = _text_of(path).splitlines(keepends=True)[: len(events)]
     kept = [line for line, event in zip(lines, events, strict=True) if event["key"] != "run_stop"]
     write_whole(path, "".join(kept))
     return [event for event in events if event["key"] != "run_stop"]

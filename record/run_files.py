@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from cli.command_line import Assignment
+from cli.files import read_regular
 from config import resolved
 from record.config_file import CONFIG, read_files
-from record.files import METRICS, SUMMARY
+from record.files import METRICS, MOST_OF_LINES, SUMMARY
 from record.mlperf_events import NAME, events_to_fault, is_number
 
 
@@ -68,7 +69,7 @@ def _resolved(assignments: Sequence[Assignment], summary: Mapping[str, Any]) -> 
 def _object(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file, empty where there is no file."""
     try:
-        content = json.loads(path.read_text()) if path.is_file() else {}
+        content = json.loads(read_regular(path)) if path.is_file() else {}
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
@@ -79,7 +80,9 @@ def _object(path: Path) -> dict[str, Any]:
 def _evaluations(path: Path) -> list[dict[str, Any]]:
     """Return the evaluations and validations of metrics.jsonl, without a last line that a killed writer left unfinished."""
     found = []
-    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.is_file() else []
+    lines = (
+        read_regular(path, MOST_OF_LINES).decode(errors="replace").splitlines(keepends=True) if path.is_file() else []
+    )
     for number, line in enumerate(lines, 1):
         try:
             content = json.loads(line)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from cli.files import read_regular
 from record.checkpoint_files import NAME, fault
 from record.checkpoint_folders import FILES, SUFFIX, digest_of, remove
 from stages.stores import READ_TIMEOUT_SEC, s3_client
@@ -201,7 +202,7 @@ def _files_of(path: Path) -> dict[str, Path]:
     """Return name in the run's folder -> file of a checkpoint, the one that makes a folder whole last."""
     if not path.name.endswith(SUFFIX):
         return {f"{CHECKPOINTS}{path.name}": path}
-    files = [*json.loads((path / FILES).read_text()), FILES]
+    files = [*json.loads(read_regular(path / FILES)), FILES]
     return {f"{CHECKPOINTS}{path.name}/{name}": path / name for name in files}
 
 

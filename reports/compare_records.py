@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.command_line import RENAMED
+from cli.files import read_regular
 from cli.limits import given_as, kind_of_path, shown, text_possible
 from record.files import METRICS, SUMMARY
 from record.history import History, Line, is_run, number_of, read_history
@@ -130,7 +131,7 @@ def _content(path: Path) -> dict[str, Any]:
     if (kind := kind_of_path(path)) != "file":
         raise ValueError(f"{where}: is a {kind}. Give runs/NAME or a record.")
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path))
     except OSError as error:
         raise ValueError(f"{where}: cannot be read: {error.strerror}. Check its rights.") from error
     except (ValueError, RecursionError) as error:

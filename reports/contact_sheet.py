@@ -13,6 +13,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from cli.files import open_regular
 from cli.masking import printable
 from record import films
 from reports.samples import wrapped
@@ -103,7 +104,7 @@ def _tile(path: Path) -> Image.Image:
     if path.suffix == ".mp4":
         picture, box_px = Image.fromarray(films.strip_of(films.read_mp4(path)).permute(1, 2, 0).numpy()), STRIP_PX
     else:
-        with Image.open(path) as image:
+        with open_regular(path) as file, Image.open(file) as image:
             picture, box_px = image.convert("RGB"), BOX_PX
     longest = max(picture.size)
     if longest > box_px:

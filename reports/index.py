@@ -6,6 +6,7 @@ column with a click or a key.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def html_of(folder: Path, runs: Sequence[Path], *, is_live: bool = False, now: f
 
 def _link(run: Standing, folder: Path, *, is_live: bool) -> str | None:
     has_page = is_live or (run.folder / PAGE).is_file()
-    return quote(link_of(folder, run.folder)) if has_page else None
+    return quote(os.fsencode(link_of(folder, run.folder))) if has_page else None
 
 
 def _cells(run: Standing) -> list[tuple[str, float | str]]:

@@ -13,7 +13,6 @@ Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import statistics
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from cli.command import command
 from cli.errors import Refused
+from cli.files import read_json
 from cli.table import as_table
 from reports.marks import rewrite
 
@@ -246,7 +246,7 @@ def _draw_panel(axes: Axes, contests: Sequence[Contest], colours: Mapping[str, s
 def read_record(place: str) -> dict[str, Any]:
     """Read a record. Raises ValueError: it is none."""
     try:
-        record = json.loads(Path(place).read_text())
+        record = read_json(Path(place))
         text_of(record), markdown_of(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{place}: is no record of bench.latency ({type(error).__name__}: {error}).") from error

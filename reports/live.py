@@ -20,6 +20,7 @@ import contextlib
 import html
 import http.server
 import ipaddress
+import os
 import secrets
 import signal
 import socket
@@ -32,7 +33,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from cli.command import command
 from cli.errors import ConfigError, Refused, text_of
@@ -176,8 +177,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             given = "Host: not a name of this machine. Possible: localhost, an IP address, or host= of reports.live."
             return self._say(HTTPStatus.MISDIRECTED_REQUEST, given)
         try:
-            path = unquote(urlsplit(self.path).path, errors="strict")
-        except ValueError:  # no UTF-8, or no address
+            path = os.fsdecode(unquote_to_bytes(urlsplit(self.path).path))
+        except ValueError:  # no address
             path = ""
         found = self.server.site.find(path)
         if found is None:

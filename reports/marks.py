@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.files import write_whole
+from cli.files import read_regular, write_whole
 
 
 def rewrite(pages: Sequence[str], place: str, table: str) -> None:
@@ -24,7 +24,7 @@ def rewrite(pages: Sequence[str], place: str, table: str) -> None:
         OSError: a page cannot be read or written. ValueError: it has no marks for the table.
     """
     for page in map(Path, pages):
-        if (after := written_into(before := page.read_text(), place, table)) != before:
+        if (after := written_into(before := read_regular(page).decode(), place, table)) != before:
             write_whole(page, after)
             print(f"written: {page}")
 

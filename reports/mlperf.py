@@ -31,7 +31,7 @@ from typing import Any
 
 from cli.command import command
 from cli.errors import ConfigError, Refused
-from cli.files import write_json, write_whole
+from cli.files import read_regular, write_json, write_whole
 from cli.log import log
 from cli.table import as_table
 from record.config_file import masked_text
@@ -277,8 +277,8 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
 def _read_system(path: Path) -> dict[str, Any]:
     """Return the system description of an earlier report, or nothing."""
     try:
-        content = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError:
+        content = json.loads(read_regular(path)) if path.is_file() else {}
+    except (OSError, ValueError):
         content = None
     if not isinstance(content, dict):
         log.info(f"{path} cannot be read. It is written again.")

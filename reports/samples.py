@@ -25,6 +25,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from cli.command import command
 from cli.errors import Refused
+from cli.files import open_regular, read_regular
 
 MARGIN_PX, FONT_PX, LINE_PX, MAX_LINES = 10, 16, 18, 6
 
@@ -97,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
             if not (value.isdecimal() and least <= int(value) <= 4096):
                 raise ValueError(f"{key}: '{value}'. Possible: {least} to 4,096. Give such a number.")
             sizes[key] = int(value)
-        captions = Path(places[1]).read_text().splitlines()
-        with Image.open(places[0]) as grid:
+        captions = read_regular(Path(places[1])).decode().splitlines()
+        with open_regular(Path(places[0])) as file, Image.open(file) as grid:
             tiles = tiles_of(grid.convert("RGB"), len(captions), sizes["gap_px"])
         most = sizes["most"]
         picture = captioned(tiles[:most], captions[:most], sizes["tile_px"], sizes["columns"])

@@ -9,7 +9,6 @@ Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 from cli.command import command
 from cli.errors import Refused
+from cli.files import read_json
 from cli.table import as_table
 from reports.marks import rewrite
 from reports.record_table import Row, Table
@@ -394,7 +394,7 @@ def markdown_of(record: Record) -> str:
 def read_record(place: str) -> dict[str, Any]:
     """Read a record. Raises ValueError: it is none."""
     try:
-        record: dict[str, Any] = json.loads(Path(place).read_text())
+        record: dict[str, Any] = read_json(Path(place))
         text_of(record)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration) as error:
         what = f"no record of preflight.scaling ({type(error).__name__}: {error})"

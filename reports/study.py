@@ -22,6 +22,7 @@ import numpy as np
 
 from cli.command import command
 from cli.errors import Refused
+from cli.files import read_json
 from cli.table import as_table
 from reports.marks import rewrite
 from reports.page_plots import smoothed
@@ -244,7 +245,7 @@ def _draw(axes: Axes, bands: Lines, looks: Mapping[str, tuple[str, str]], what: 
 def read_record(place: str) -> dict[str, Any]:
     """Read a record. Raises ValueError: it is none."""
     try:
-        record = json.loads(Path(place).read_text())
+        record = read_json(Path(place))
         text_of(record), has_curves(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         said = f"{place}: is no record of sweep.py ({type(error).__name__}: {error})"

@@ -9,7 +9,6 @@ Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from cli.command import command
 from cli.errors import Refused
+from cli.files import read_json
 from cli.table import as_table
 from reports.marks import rewrite
 from reports.record_table import Record, Row, Table, spread
@@ -325,7 +325,7 @@ def in_markdown(table: Table) -> str:
 def read_record(place: str) -> dict[str, Any]:
     """Read a record. Raises ValueError: it is none."""
     try:
-        record = json.loads(Path(place).read_text())
+        record = read_json(Path(place))
         text_of(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"no record of {' or '.join(f'bench.{name}' for name in TABLES)}"

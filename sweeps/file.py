@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from cli.command_line import RENAMED, Assignment, CommandLine, leaves, parse_command_line, read_yaml
 from cli.errors import ConfigError
+from cli.files import read_regular
 from cli.limits import file_problem, given_as, kind_of_path, limited, shown
 from config import count, load, schema_keys
 from training.run_config import ALIASES
@@ -106,7 +107,7 @@ class Sweep:
     def is_changed(self) -> bool:
         """True where the file is another one by now."""
         try:
-            return _digest(self.path.read_bytes()) != self.digest
+            return _digest(read_regular(self.path)) != self.digest
         except OSError:
             return True
 
@@ -119,7 +120,12 @@ def read_sweep(argv: Sequence[str]) -> Sweep:
         there = ", ".join(sorted(map(str, Path("yamls/sweeps").glob("*.yaml"))))
         given = "command line: no sweep given" if path is None else f"{shown(path, 300)}: no such file"
         raise ConfigError([f"{given}. {f'Known: {there}' if there else 'Give the file of a sweep'}."])
-    content = Path(path).read_bytes()
+    try:
+        content = read_regular(Path(path))
+    except OSError as error:
+        raise ConfigError(
+            [f"{shown(path, 300)} cannot be read: {error.strerror}. Give the file of a sweep."]
+        ) from error
     tree, matrix, points = _parts(path, content)
     names = schema_keys(SweepCommand)
     at_line = [at for at in command_line.assignments if at.key in names]

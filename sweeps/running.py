@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from cli import masking
 from cli.errors import Refused
+from cli.files import open_regular
 from cli.log import log
 from record import processes
 from record.environment import commit
@@ -194,7 +195,7 @@ def _given(keys: dict[str, Any]) -> dict[str, Any]:
 
 def end_of_text(path: Path, from_byte: int) -> str:
     """Return the last of what a run said, from a byte of its file on."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open_regular(path, None) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(from_byte, size - READ_BYTES))
         return file.read().decode(errors="replace")

@@ -1,6 +1,6 @@
 """A sweep's runs as one array job of Slurm: handed over, and their ends read by a later call.
 
-NAME/slurm/TIME/NUMBER.sh       a run's commands, for launch/slurm_job.sh
+NAME/slurm/TIME/NUMBER.sh       a run's commands as a function, for launch/slurm_job.sh
                 NUMBER.end      its code and seconds; `timeout` in place of a code
                 ranks/JOB/      what its ranks say; rank 0 writes into logs/RUN.txt
 """
@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from cli.errors import Failed, Refused
+from cli.files import read_regular
 from cli.log import log
 from config import count
 from record import processes
@@ -71,7 +72,7 @@ def collect(sweep: Sweep, points: Sequence[Point], state: State, queued: Collect
             tasks, number = str(line["tasks"]), str(line["job"]).rpartition("_")[2]
             ended = Path(tasks, f"{number}.end")
             said = end_of_text(sweep.folder / LOGS / f"{point.name}.txt", int(line["from_byte"]))
-            _add_end(sweep, point, state, ended.read_text().split() if ended.is_file() else [], said)
+            _add_end(sweep, point, state, read_regular(ended).decode().split() if ended.is_file() else [], said)
 
 
 def _add_end(sweep: Sweep, point: Point, state: State, end: Sequence[str], said: str) -> None:
@@ -88,6 +89,17 @@ def _add_end(sweep: Sweep, point: Point, state: State, end: Sequence[str], said:
     ran = (read_lines(folder / STARTS) or [{}])[-1].get("commit", started)
     made_of = started if ran == started else f"{started} to {ran}"
     state.add(point, status, seconds=seconds, message=message, commit=made_of)
+
+
+def script_of(commands: Sequence[Sequence[str]], output: Path, ended: Path) -> str:
+    """Return a run's commands as launch/slurm_job.sh sources them.
+
+    Args:
+        output: file of all that they print.
+        ended: file of their code.
+    """
+    steps = " && ".join(f"run_step {shlex.join(words)}" for words in commands)
+    return f"OUTPUT={shlex.quote(str(output))}\nENDED={shlex.quote(str(ended))}\nrun_steps() {{ {steps}; }}\n"
 
 
 def submit(sweep: Sweep, state: State, wanted: Sequence[Point]) -> None:
@@ -114,9 +126,7 @@ def submit(sweep: Sweep, state: State, wanted: Sequence[Point]) -> None:
         places[point.name] = output.stat().st_size
         commands = [["benchmark.py", *point.words, *own_folders(point.config, number)]]
         commands += [["eval.py", str(sweep.folder / point.name)]] if point.config.eval.when == "after" else []
-        quoted = " ".join(shlex.quote(shlex.join(words)) for words in commands)
-        own = f"OUTPUT={shlex.quote(str(output))}\nENDED={shlex.quote(str(tasks / f'{number}.end'))}\n"
-        (tasks / f"{number}.sh").write_text(f"{own}commands=({quoted})\n")
+        (tasks / f"{number}.sh").write_text(script_of(commands, output, tasks / f"{number}.end"))
     at_once = f"%{sweep.own.jobs}" if sweep.own.jobs else ""
     minutes = math.ceil((sweep.own.limit_sec + BEFORE_LIMIT_SEC) / 60)
     name = re.sub(r"\W+", "-", sweep.name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import warnings
+import zipfile
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -398,11 +400,17 @@ def test_what_is_no_npz_is_refused(tmp_path):
     np.savez(whole, mu=np.zeros(2), sigma=np.eye(2))
     (tmp_path / "cut.npz").write_bytes(whole.read_bytes()[:-100])
     np.save(tmp_path / "array.npy", np.eye(2))
-    for name in ("pickled.npz", "text.npz", "empty.npz", "cut.npz", "array.npy"):
+    with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        array = io.BytesIO()
+        np.save(array, np.zeros(2**18))
+        for number in range(129):
+            archive.writestr(f"{number}.npy", array.getvalue())
+    for name in ("pickled.npz", "text.npz", "empty.npz", "cut.npz", "array.npy", "bomb.npz"):
         with pytest.raises(ValueError) as caught:
             read_statistics(tmp_path / name)
         begin, end = f"{tmp_path / name}: cannot be read as an .npz (", "make it: python -m prepare.fid_statistics."
         assert str(caught.value).startswith(begin) and str(caught.value).endswith(end)
+    assert "it holds 270,549,120 bytes, or is packed in an odd way; at most 268,435,456 are read" in str(caught.value)
 
 
 def test_statistics_that_could_not_be_read_are_not_written(tmp_path):

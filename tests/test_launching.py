@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load
 from launch import mlperf
+from sweeps.slurm import script_of as slurm_script
 from training.run_config import ALIASES, RunConfig
 
 SYSTEMS = sorted((ROOT / "launch").glob("config_*.sh"))
@@ -202,6 +205,81 @@ def test_a_rank_that_ends_of_a_signal_which_the_job_was_not_sent_keeps_its_code(
     (tmp_path / "composer").chmod(0o755)
     done = launched(PATH=f"{tmp_path}:{os.environ['PATH']}", RANKS_PER_NODE="1")
     assert done.returncode == 241, done
+
+
+LINES = "\ntouch broken_out\n$(touch broken_out) `touch broken_out` '; touch broken_out; '"
+"""A value whose other lines are commands to a shell that reads it."""
+
+
+@pytest.fixture
+def recorded(tmp_path) -> tuple[dict[str, str], Callable[[], list[list[str]]]]:
+    """Variables with a launcher that writes down its words; and what it was given."""
+    write = f"open({str(tmp_path / 'words')!r}, 'a').write(json.dumps(sys.argv[1:]) + chr(10))"
+    text = f"#!{sys.executable}\nimport json, sys\n{write}\n"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/composer").write_text(text)
+    (tmp_path / "bin/composer").chmod(0o755)
+    python = Path(sys.executable).parent
+    variables = {"PATH": f"{tmp_path}/bin:{python}:{os.environ['PATH']}", "RANKS_PER_NODE": "1", "SLURM_JOB_ID": ""}
+    return {**os.environ, **variables}, lambda: [
+        json.loads(line) for line in (tmp_path / "words").read_text().splitlines()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
+def test_a_value_of_several_lines_is_a_value_and_no_code_of_the_shell(recorded, tmp_path):
+    environment, words = recorded
+    own = {"DGXNGPU": "8", "BATCHSIZE": "32", "MLPERF_SUBMISSION_ORG": f"Us{LINES}", "SEED": "7", "NEMOLOGS": "/runs"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/run_and_time.sh"), "data.remote=sftp://user:hunter2@host/x"],
+        env={**environment, **own},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done
+    train, score = words()
+    assert f"mlperf.org=Us{LINES}" in train and score[-2:] == ["eval.py", "/runs/mlperf-7"]
+    assert train[-1] == "data.remote=sftp://user:hunter2@host/x"  # the ranks need it
+    assert not (ROOT / "broken_out").exists() and "RESULT,stable_diffusion," in done.stdout
+
+
+def test_words_of_several_lines_reach_the_ranks_of_a_slurm_job_whole(recorded, tmp_path):
+    """In a job of its own, and in one of a sweep."""
+    environment, words = recorded
+    srun = '#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\n[ "$2" = -c ] || exec "$@"\n'
+    for name, text in {"srun": srun, "scontrol": "#!/bin/sh\necho job\n"}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    slurm = {"SUBMIT_DIR": str(ROOT), "JOB_ID": "7", "JOB_NODELIST": "n1", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "2"}
+    environment |= {f"SLURM_{name}": value for name, value in slurm.items()} | {"LOGDIR": str(tmp_path / "logs")}
+
+    def submit(*given: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "launch/slurm.sbatch", *given],
+            env={**environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    name = f"mlperf.org=a{LINES}\nrun_name=b"  # no run_name
+    done = submit(name)
+    assert done.returncode == 0 and "no run_name is given" in done.stdout, done
+    lines = slurm_script(
+        [["benchmark.py", name, "run_name=c"], ["eval.py", "runs/c"]], tmp_path / "out", tmp_path / "end"
+    )
+    (tmp_path / "0.sh").write_text(lines)
+    done = submit(TASKS=str(tmp_path), SLURM_ARRAY_TASK_ID="0")
+    assert done.returncode == 0 and (tmp_path / "end").read_text().split()[0] == "0", done
+    grace = "save.grace_sec=150"
+    assert [line[line.index("--stderr") + 2 :] for line in words()] == [
+        ["benchmark.py", name, "run_name=slurm-7", grace],
+        ["benchmark.py", name, "run_name=c", grace],
+        ["eval.py", "runs/c"],
+    ]
+    assert not (ROOT / "broken_out").exists()
 
 
 def test_both_batch_scripts_have_what_a_restart_needs_and_differ_in_the_container_alone():

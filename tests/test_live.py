@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -134,6 +135,17 @@ def test_a_name_with_html_is_a_name(server, runs):
     assert "a&lt;b&gt;&amp;&#39;q&#34; \U0001f600" in text and "a<b>" not in text
     [link] = [part.partition('"')[0] for part in text.split('<a href="')[1:]]
     assert link == "a%3Cb%3E%26%27q%22%20%F0%9F%98%80/page.html" and ask(server, f"/{link}")[0] == 200
+
+
+def test_a_run_whose_name_is_no_text_has_a_page_and_hides_no_other(server, runs):
+    """The name of a folder is bytes, not always those of UTF-8."""
+    shutil.copytree(copy_run(runs), Path(os.fsdecode(os.fsencode(runs) + b"/d\xe9but")))
+    status, _, text = ask(server)
+    assert status == 200 and "shapes_run/page.html" in text and 'href="d%E9but/page.html"' in text
+    for path in ("/shapes_run/page.html", "/d%E9but/page.html"):
+        status, _, text = ask(server, path)
+        assert status == 200 and "Target reached" in text
+    assert ask(server, "/d%C3%A9but/page.html")[0] == 404
 
 
 def test_a_folder_that_is_not_there_is_waited_for_and_may_become_a_run_or_one_of_runs(server, runs):

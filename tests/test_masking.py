@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib
 import io
 import os
 import re
@@ -11,6 +12,7 @@ import shutil
 import socket
 import sys
 import threading
+import traceback
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ import torch
 from conftest import run
 from PIL import Image
 from test_config import Outer, problems, read
+from test_log import COMMANDS
 
 import benchmark
 import eval as evaluation
@@ -304,6 +307,50 @@ def test_a_stream_that_is_watched_shows_no_password_also_when_a_library_has_take
     masking.watch()
     print("Traceback: sftp://user:hunter2@host/x is away", file=stream)
     assert "".join(heard) == stream.getvalue() == "Traceback: sftp://user:***@host/x is away\n"
+
+
+IN_ADDRESS = f"s3://user:{SECRETS['password']}@bucket/x"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_prints_a_password_of_its_command_line(name, tmp_path, monkeypatch, capsys):
+    """As a place, as two, as files of each kind and behind keys: a path of an address is none that could be masked."""
+    monkeypatch.chdir(tmp_path)
+    main = importlib.import_module(name).main
+    # One would serve a folder that is not there yet, the other render into it.
+    own = {"reports.live": ["port=none"], "prepare.shapes.command": ["num_images=none"]}.get(name, [])
+    files = [f"{IN_ADDRESS}.{suffix}" for suffix in ("json", "png", "md")]
+    for words in (
+        [IN_ADDRESS],
+        [IN_ADDRESS] * 2,
+        files,
+        [f"out={IN_ADDRESS}"],
+        [f"{IN_ADDRESS}.yaml", f"results={IN_ADDRESS}"],
+    ):
+        try:
+            code = main([*words, *own])
+        except Exception:
+            code = None
+            traceback.print_exc()
+        said = "".join(capsys.readouterr())
+        assert found_in(said.encode(), said) == [] and code == 2, said
+        assert "user:***@bucket" in said or name == "launch.mlperf"  # whose words are for the training
+    assert not any(tmp_path.rglob("*"))
+
+
+def test_the_client_has_the_passwords_that_a_command_line_no_longer_has():
+    word = "data.streams=[{remote: sftp://a:pw1@host/x, proportion: 1},{remote: 'sftp://b:pw2@host/y'}]"
+    [shown, quoted, variable], warnings = masking.take_secrets_out(
+        [word, "data.remote='sftp://c:p w@host/z'", "data.remote=sftp://c:${oc.env:PW}@host/z"]
+    )
+    assert shown == word.replace("pw1", "***").replace("pw2", "***")
+    assert quoted == "data.remote='sftp://c:***@host/z'" and variable.endswith("=sftp://c:${oc.env:PW}@host/z")
+    passwords = [password_of(urlsplit(f"sftp://{user}:***@host/z")) for user in "abc"]
+    assert passwords == ["pw1", "pw2", "p w"]
+    assert [warning.partition(" a secret stands in ")[0] for warning in warnings] == [
+        "command line: data.streams:",
+        "command line: data.remote:",
+    ]
 
 
 def test_a_line_of_figures_and_the_keys_of_a_yaml_keep_their_names(monkeypatch, capsys):

@@ -7,16 +7,21 @@ import collections
 import contextlib
 import io
 import pickle
+import re
 import struct
 import sys
 import types
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 
+from cli.errors import ConfigError
+from record import checkpoint_files
 from weights.files import LEGACY_MAGIC, open_weights
 from weights.restricted_pickle import RestrictedUnpickler
 
@@ -530,6 +535,44 @@ def edited(path, old: bytes, new: bytes):
                 content = content.replace(old, new)
             archive.writestr(name, content)
     return path
+
+
+def compressed(path: Path, **records: bytes) -> Path:
+    """Pack these records of a file of torch.save, new or not."""
+    with zipfile.ZipFile(path) as archive:
+        root = archive.namelist()[0].partition("/")[0]
+        stored = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in stored.items():
+            if name.partition("/")[2] not in records:
+                archive.writestr(name, content)
+        for name, content in records.items():
+            archive.writestr(f"{root}/{name}", content, zipfile.ZIP_DEFLATED)
+    return path
+
+
+BOMB = bytes(2**24)
+"""It may as well be of gigabytes: 16 MiB are 16 kB in the file."""
+
+
+@pytest.mark.parametrize("name", ["byteorder", "version", ".format_version", ".data/serialization_id", "data/0"])
+def test_a_record_that_inflates_is_refused_before_it_is_read(name, tmp_path):
+    """In weights of others, and in a run's checkpoint."""
+    weights = compressed(save({"a": torch.arange(5.0)}, tmp_path / "w.ckpt"), **{name: BOMB})
+    end = "fetch another file."
+    given = rf"its record w/{re.escape(name)} is compressed, 1\d,\d{{3}} bytes for 16,777,216\. torch.save compresses none: "
+    said = refused(weights)
+    assert re.match(given, said) and said.endswith(end)
+    written = checkpoint_files.write(
+        tmp_path, checkpoint_files.stem("full-ba", 1), {"schema": 1, "a": torch.arange(5.0)}
+    )
+    content = compressed(written, **{name: BOMB}).read_bytes()
+    path = written.with_name(f"full-ba000000000001-{xxhash.xxh3_128(content).hexdigest()}.pt")
+    path.write_bytes(content)
+    assert checkpoint_files.is_whole(path)
+    with pytest.raises(ConfigError) as caught:
+        checkpoint_files.read(path)
+    assert f"/{name} is compressed, " in str(caught.value) and str(caught.value).startswith(f"{path}: ")
 
 
 def test_a_tensor_longer_than_its_storage_is_refused(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.errors import ConfigError
+from cli.files import read_regular
 from config import flat
 from evaluation.score_table import OF_BEFORE
 from record.config_file import read_config
@@ -69,7 +70,7 @@ def has_files_of(scores: Sequence[Mapping[str, Any]], config: RunConfig) -> bool
     for setting in ("prompts_sha256", "statistics_sha256"):
         path = getattr(config.eval, SETTINGS[setting].removeprefix("eval."))
         if path is not None and Path(path).expanduser().is_file():
-            now[setting] = hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
+            now[setting] = hashlib.sha256(read_regular(Path(path).expanduser())).hexdigest()
     return not scores or any(all(score.get(key, digest) == digest for key, digest in now.items()) for score in scores)
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from cli import ranks
 from cli.errors import ConfigError
-from cli.files import whole
+from cli.files import open_regular, whole
 from cli.limits import MAX_CAPTION, file_problem, kind_of_path, shown
 from cli.log import log
 from cli.masking import printable
@@ -199,7 +199,7 @@ def told_by(path: Path) -> dict[str, Any] | None:
         if path.suffix == ".mp4":
             told = json.loads(films.comment_in(path))
             return told if isinstance(told, dict) else None
-        with Image.open(path, formats=("PNG",)) as image:
+        with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
             told = json.loads(image.info["easel"])
         return told if isinstance(told, dict) else None
     return None

@@ -18,6 +18,7 @@ from composer.utils import dist
 from PIL import Image
 from torch import Tensor
 
+from cli.files import read_regular
 from cli.limits import MAX_CAPTION, ImageSize, file_problem, limited
 from cli.log import log
 from cli.ranks import Hearing, Signalled
@@ -82,7 +83,7 @@ def read_captions(path: str) -> Sequence[Prompt]:
     if path.endswith(".tsv"):
         return read_prompts(path).prompts
     try:
-        lines = Path(path).expanduser().read_text("utf-8-sig").splitlines()
+        lines = read_regular(Path(path).expanduser()).decode("utf-8-sig").splitlines()
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read: {error.strerror}. Give a file with a caption in each line."

@@ -19,11 +19,11 @@ from composer.utils import dist
 
 from cli import ranks
 from cli.errors import ConfigError
-from cli.files import whole, write_whole
+from cli.files import read_regular, whole, write_whole
 from cli.log import log
 from record.checkpoint_files import FULL, fault, find_newest, listed, number_of
 from record.checkpoint_folders import remove
-from record.files import ALL
+from record.files import ALL, MOST_OF_LINES
 from training.uploads import REPLACED
 
 SEEN = ".seen-"
@@ -64,7 +64,7 @@ def bring_to_all(folder: Path) -> None:
         if newest is not None and newest.is_dir():
             given = f"{names} cannot see that of {first}, whose newest checkpoint is in parts, of a start with sharding"
             raise ConfigError([f"run_folder: {given}. Give a folder that all machines share, for this start alone."])
-        return newest, {name: (folder / name).read_bytes() for name in ALL if (folder / name).is_file()}
+        return newest, {name: read_regular(folder / name, MOST_OF_LINES) for name in ALL if (folder / name).is_file()}
 
     newest, record = ranks.on_rank_zero(to_send)
     log.info(f"run_folder: {names} cannot see that of {first}: the record, and what it resumes from, are sent there.")
@@ -168,7 +168,9 @@ def replace_record(folder: Path, aside: Path, names: Collection[str]) -> None:
     kept = folder / REPLACED / time.strftime("%Y%m%d-%H%M%S")
     for name in {*names, *ALL}:
         old, new = folder / name, aside / name
-        if old.is_file() and (not new.is_file() or old.read_bytes() != new.read_bytes()):
+        if old.is_file() and (
+            not new.is_file() or read_regular(old, MOST_OF_LINES) != read_regular(new, MOST_OF_LINES)
+        ):
             kept.mkdir(parents=True, exist_ok=True)
             old.replace(kept / old.name)
         if new.is_file():

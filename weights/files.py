@@ -10,8 +10,9 @@ file older than torch 1.6 to give one shape. So we read the two layouts ourselve
     legacy  five pickles: magic number, protocol, system, the object, the storages' keys in order; then for each key
             the number of elements as int64, and the bytes. The id has a sixth entry: (view's key, offset, elements).
 
-(torch/serialization.py, `_save` and `_legacy_save`.) Names and shapes cost no memory; a tensor's bytes are read on
-request. All numbers are little-endian.
+(torch/serialization.py, `_save` and `_legacy_save`.) torch.save compresses no record of a zip file, and one that is
+compressed is refused: a few bytes of it may stand for gigabytes. Names and shapes cost no memory; a tensor's bytes are read
+on request. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -217,6 +218,16 @@ def _open_safetensors(path: Path, size: int) -> WeightsFile:
 # --- torch's formats: a pickle that refers to storages by key ---
 
 
+def check_records(path: Path, archive: zipfile.ZipFile) -> None:
+    """Raise ValueError if a record of a zip file of torch.save may be longer than the file is."""
+    for record in archive.infolist():
+        if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+            raise Refused(
+                f"{path}: its record {shown(record.filename)} is compressed, {record.compress_size:,} bytes for "
+                f"{record.file_size:,}. torch.save compresses none: save it again with torch.save, or fetch another file."
+            )
+
+
 def _open_zip(path: Path, size: int) -> WeightsFile:
     try:
         archive = zipfile.ZipFile(path)  # stays open as long as the WeightsFile
@@ -235,7 +246,8 @@ def _open_zip(path: Path, size: int) -> WeightsFile:
     root = tables[0].removesuffix("data.pkl")
     if f"{root}constants.pkl" in names:
         raise Refused(f"{path}: is a TorchScript program, not weights. Save the state_dict of what it holds.")
-    if f"{root}byteorder" in names and archive.read(f"{root}byteorder") != b"little":
+    check_records(path, archive)
+    if f"{root}byteorder" in names and archive.open(f"{root}byteorder").read(7) != b"little":
         raise Refused(
             f"{path}: was written on a big-endian machine, which is not read here. Save it again on this one."
         )
