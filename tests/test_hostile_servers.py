@@ -97,6 +97,7 @@ FAILED = "the connection failed ("
         (b"HTTP/9.9 200 OK\r\n\r\n", None, FAILED),
         (b"HTTP/1.1 503 \x1b[31m\r\nRetry-After: " + DIGITS + b"\r\nContent-Length: 0\r\n\r\n", None, "HTTP 503 ("),
     ],
+    ids=itertools.count(),
 )  # fmt: skip
 def test_an_answer_that_is_nonsense_is_a_fault_of_its_file_alone(web, tmp_path, head, then, said):  # noqa: F811
     web.put("good", CONTENT)
