@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 from fault_server import serving, web  # noqa: F401
+from hub_server import TOKEN
 
 from cli.errors import ConfigError
-from prepare import downloads
-from prepare.manifest import read_list, read_manifest
+from prepare import downloads, hub_files
+from prepare.manifest import Group, read_list, read_manifest
 from prepare.transfer import Outcome, fetch_all
 from prepare.wanted import Wanted, check_wanted, is_address
+from training import loggers
 
 CONTENT = random.Random(41).randbytes(300_000)
 OTHER = random.Random(42).randbytes(300_000)
@@ -36,8 +38,10 @@ def sending(*blocks: bytes, then: bytes | None = None) -> Iterator[str]:
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
-            while self.rfile.readline() not in (b"\r\n", b""):
-                pass
+            length = 0
+            while (line := self.rfile.readline()) not in (b"\r\n", b""):
+                length = int(line.split()[1]) if line.lower().startswith(b"content-length:") else length
+            self.rfile.read(length)
             more: Iterable[bytes] = itertools.repeat(then) if then else ()
             try:
                 for block in itertools.chain(blocks, more):
@@ -254,13 +258,19 @@ def test_a_range_of_a_file_without_a_size_is_not_taken_for_its_end(tmp_path):
 # --- passwords ---
 
 
+@pytest.fixture
+def netrc(tmp_path, monkeypatch) -> None:
+    """Passwords in ~/.netrc for both names of this machine."""
+    path = tmp_path / "netrc"
+    path.write_text("machine localhost login me password hunter2\nmachine 127.0.0.1 login me password hunter2\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(path))
+
+
+@pytest.mark.usefixtures("netrc")
 def test_no_password_of_netrc_goes_to_a_host_that_a_redirect_names(web, tmp_path, monkeypatch):  # noqa: F811
     """Nor a token, even where a redirect leads back to its host by another one."""
-    netrc = tmp_path / "netrc"
-    netrc.write_text("machine localhost login me password hunter2\nmachine 127.0.0.1 login me password hunter2\n")
-    netrc.chmod(0o600)
-    monkeypatch.setenv("NETRC", str(netrc))
-    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     with serving() as elsewhere:
         web.put("moved", redirect=elsewhere.url("b/moved", "localhost"))
         web.put("here", redirect=web.url("a.bin"))
@@ -271,7 +281,25 @@ def test_no_password_of_netrc_goes_to_a_host_that_a_redirect_names(web, tmp_path
             web.asked.clear()
             assert fetch_all([Wanted(f"{name}-{token}", (web.url(name),), token=token)], tmp_path)[0].reason is None
             sent = [heads.get("authorization") for _, heads in web.asked]
-            bearer = token and "Bearer hf_of_a_test"
+            bearer = token and f"Bearer {TOKEN}"
             assert sent == [bearer, bearer if name == "here" else None]
         assert [name for name, _ in elsewhere.asked] == ["b/moved", "back"] * 2
         assert [heads.get("authorization") for _, heads in elsewhere.asked] == [None] * 4
+
+
+@pytest.mark.usefixtures("netrc")
+def test_the_hubs_token_stays_with_the_hub(hub, tmp_path, monkeypatch):
+    """Large files come over a redirect to another host."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.add("owner/films", {"1.bin": CONTENT, "prompts.txt": b"one\n"})
+    hub.models["owner/films"].is_gated = True
+    group = Group(about="films", folder="films", data_set="owner/films", revision="main")
+    assert len(hub_files.fetch_data_set(group, tmp_path / "films", 1)) == 2
+    assert (tmp_path / "films/1.bin").read_bytes() == CONTENT and hub.logins == [None]
+
+
+@pytest.mark.usefixtures("netrc")
+def test_a_redirect_of_a_loggers_server_is_not_followed_with_a_password(web):  # noqa: F811
+    with sending(moved(web.url("graphql", "localhost").encode())) as url:
+        assert loggers._refusal(url.removesuffix("/a.bin"), "of a test") is None
+    assert web.asked == []
