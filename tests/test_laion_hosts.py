@@ -83,11 +83,13 @@ def test_a_key_lets_them_be_asked(web):  # noqa: F811
 
 @pytest.fixture
 def names(monkeypatch) -> dict[str, list[str]]:
-    """Names of hosts, and what each resolves to, the first time and later; 127.0.0.2 to 127.0.0.9 count as public here."""
+    """Names of hosts, and what each resolves to, the first time and later, or []; 127.0.0.2 to 127.0.0.9 count as public here."""
     resolve, known = socket.getaddrinfo, {}
 
     def getaddrinfo(host, *given, **more):
         addresses = known.get(host, [host])
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return resolve(addresses.pop(0) if len(addresses) > 1 else addresses[0], *given, **more)
 
     is_public = hosts.is_public
@@ -130,8 +132,8 @@ def test_a_name_that_resolves_to_another_address_the_second_time_is_asked_at_the
 def test_behind_a_proxy_the_host_is_checked_and_not_the_proxy(web, names, monkeypatch):  # noqa: F811
     monkeypatch.setenv("http_proxy", web.url(""))
     web.put("a.jpg", b"picture")  # for a proxy a path is a whole URL, which this one takes for a path
-    names["public.test"] = ["127.0.0.2"]
-    assert get("http://public.test/a.jpg") == b"picture" == get("http://only-the-proxy-knows.invalid/a.jpg")
+    names |= {"public.test": ["127.0.0.2"], "only-the-proxy-knows.test": []}
+    assert get("http://public.test/a.jpg") == b"picture" == get("http://only-the-proxy-knows.test/a.jpg")
     for host in ("127.0.0.1", "169.254.169.254", "2130706433", "[::ffff:10.0.0.1]", "%31%32%37.0.0.1"):
         assert hosts.NOT_PUBLIC in refusal(f"http://{host}/a.jpg")
     monkeypatch.setenv("https_proxy", web.url(""))
