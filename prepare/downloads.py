@@ -44,8 +44,8 @@ from prepare.manifest import (
     wanted_of,
     with_mirror,
 )
-from prepare.transfer import GO_ON, fetch_all
-from prepare.wanted import Memory, Seen, Wanted
+from prepare.transfer import GO_ON, Outcome, fetch_all
+from prepare.wanted import Memory, Seen, Wanted, is_address
 from prepare.words import read_words
 
 LIST = "list"
@@ -78,7 +78,7 @@ class DownloadsConfig:
 
 def check(config: DownloadsConfig) -> list[Problem]:
     """Return every problem that can be found before the manifest is read."""
-    if config.mirror is not None and not config.mirror.startswith(("http://", "https://", "file://")):
+    if config.mirror is not None and not is_address(config.mirror):
         possible = "http://, https:// and file://"
         return [
             Problem(f"mirror: {config.mirror} is no address. Possible: {possible}, as file:///mnt/copy.", ("mirror",))
@@ -91,24 +91,28 @@ def check(config: DownloadsConfig) -> list[Problem]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def files_of(group: Group, folder: Path, config: DownloadsConfig) -> list[Wanted]:
+def files_of(group: Group, folder: Path, config: DownloadsConfig) -> tuple[list[Wanted], list[str]]:
     """Return a group's files, asking for its list where it has one; that is kept in the folder.
+
+    Returns:
+        the files, and the names of those of which the list has two digests.
 
     Raises:
         Failed: the list cannot be had, or is none.
         OSError: it cannot be written.
     """
     if group.kind == "files":
-        return _only(wanted_of(group, config.mirror), config)
+        return _only(wanted_of(group, config.mirror), config), []
     base = read_text(list_urls(group, ".uri", config.mirror), config)
     md5 = read_text(list_urls(group, ".md5", config.mirror), config)
     try:
-        listed = read_list(md5, read_address(base, str(group.uri)), list_urls(group, ".md5")[0])
+        listed, twice = read_list(md5, read_address(base, str(group.uri)), list_urls(group, ".md5")[0])
     except ValueError as error:
         raise Failed(f"{error}. Look at that address") from error
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / Path(list_urls(group, ".md5")[0]).name, md5)
-    return _only([with_mirror(one, group, config.mirror) for one in listed], config)
+    twice = [name for name in twice if _is_chosen(name, config)]
+    return _only([with_mirror(one, group, config.mirror) for one in listed], config), twice
 
 
 def read_text(urls: tuple[str, ...], config: DownloadsConfig) -> str:
@@ -132,13 +136,17 @@ def known_files(group: Group, folder: Path, config: DownloadsConfig) -> list[Wan
         return _only(Memory(folder).wanted(), config) or None
     path = folder / Path(list_urls(group, ".md5")[0]).name
     try:
-        return _only(read_list(path.read_text(), "https://-", str(path)), config)
+        return _only(read_list(path.read_text(), "https://-", str(path))[0], config)
     except (OSError, ValueError):
         return None
 
 
 def _only(wanted: Sequence[Wanted], config: DownloadsConfig) -> list[Wanted]:
-    return [one for one in wanted if config.only is None or fnmatch.fnmatch(one.name, config.only)]
+    return [one for one in wanted if _is_chosen(one.name, config)]
+
+
+def _is_chosen(name: str, config: DownloadsConfig) -> bool:
+    return config.only is None or fnmatch.fnmatch(name, config.only)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,15 +169,15 @@ def fetch_group(name: str, group: Group, config: DownloadsConfig) -> str:
     if group.kind == "data_set":
         wanted = hub_files.fetch_data_set(group, folder, config.at_once)
         return f"{name}: {len(wanted)} files are in {folder}"
-    wanted = files_of(group, folder, config)
-    if not wanted:
+    wanted, twice = files_of(group, folder, config)
+    if not wanted and not twice:
         raise Failed(f"has no file like {config.only}. Give another pattern")
     if not all(one.digest for one in wanted):
         log.info(f"{name}: {_not_published(wanted)}.")
     ways = dict(timeout_sec=config.timeout_sec, tries=config.tries)
     outcomes = fetch_all(wanted, folder, config.at_once, about_bytes=_about_bytes(group, config), **ways)
-    failed = [one for one in outcomes if one.reason]
-    if failed:
+    outcomes += [Outcome(name, reason="its list has two digests of it") for name in twice]
+    if failed := [one for one in outcomes if one.reason]:
         listed = [f"{folder / one.name}: {one.reason}" for one in failed[:MOST_SHOWN]]
         more = [f"and {len(failed) - MOST_SHOWN} more"] if len(failed) > MOST_SHOWN else []
         gate = [_gate(group)] if any(one.is_refused for one in failed) and group.gated else []

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cli.errors import ConfigError
 from cli.limits import shown
-from prepare.wanted import Wanted, wanted_problem
+from prepare.wanted import Wanted, folders_of, is_address, wanted_problem, wanted_problems
 
 MANIFEST = Path(__file__).with_name("downloads.yaml")
 LISTS_COPY = "https://raw.githubusercontent.com/mlcommons/r2-infra/main/training/metadata"
@@ -114,8 +114,7 @@ def _read_group(given: Any, all_of_them: dict[Any, Any]) -> Group:
         raise ValueError(f"names no group: {', '.join(unknown)}")
     if any(all_of_them[name].get("groups") for name in group.groups if isinstance(all_of_them[name], dict)):
         raise ValueError("has a group of groups. Name their groups")
-    problems = [text for one in wanted_of(group) if (text := wanted_problem(one))]
-    if problems:
+    if problems := wanted_problems(wanted_of(group)):
         raise ValueError(problems[0].removesuffix("."))
     return group
 
@@ -174,21 +173,22 @@ def list_urls(group: Group, suffix: str, mirror: str | None = None) -> tuple[str
 def read_address(text: str, where: str) -> str:
     """Return the address of a folder that a .uri has. Raises ValueError: it has none."""
     lines = text.split()
-    if len(lines) != 1 or not re.match(r"(https?|file)://", lines[0]):
+    if len(lines) != 1 or not is_address(lines[0]):
         raise ValueError(f"{where} is not one address, but begins {shown(text.strip(), 60)!r}")
     return lines[0].rstrip("/")
 
 
-def read_list(text: str, base: str, where: str) -> list[Wanted]:
-    """Return the files of a .md5: a digest and a name a line.
+def read_list(text: str, base: str, where: str) -> tuple[list[Wanted], list[str]]:
+    """Return the files of a .md5, a digest and a name a line; and the names of which it has two digests, which are left out.
 
     Args:
         base: address of their folder.
 
     Raises:
-        ValueError: it is no such list, or a name in it leads out of the folder.
+        ValueError: it is no such list, or a name in it leads out of the folder or is a file and a folder.
     """
-    found = []
+    found: dict[str, Wanted] = {}
+    twice: set[str] = set()
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -198,7 +198,10 @@ def read_list(text: str, base: str, where: str) -> list[Wanted]:
         one = Wanted(match[2], (f"{base}/{quote(match[2])}",), None, f"md5:{match[1]}")
         if problem := wanted_problem(one):
             raise ValueError(f"{where}, line {number}: {problem.removesuffix('.')}")
-        found.append(one)
+        if found.setdefault(one.name, one) != one:
+            twice.add(one.name)
     if not found:
         raise ValueError(f"{where} names no file")
-    return sorted(found, key=lambda one: one.name)
+    if both := folders_of(found) & found.keys():
+        raise ValueError(f"{where}: {min(both)} is a file and a folder of files")
+    return [one for name, one in sorted(found.items()) if name not in twice], sorted(twice)

@@ -29,14 +29,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-import requests
 from tqdm import tqdm
 
 from cli.errors import Failed, Refused
 from cli.files import write_json
 from cli.limits import shown
 from cli.log import log
-from prepare.answers import LONGEST_WAIT_SEC, Answer, Fault, Wrong, ask, shown_url, without_query
+from prepare.answers import LONGEST_WAIT_SEC, Answer, Fault, Session, Wrong, ask, shown_url, without_query
 from prepare.places import Folder
 from prepare.wanted import Memory, Wanted, check_wanted, wrong_digest
 
@@ -168,7 +167,7 @@ def _fetch_each(
 
     def fetch(one: Wanted) -> Outcome:
         if not hasattr(of_thread, "session"):
-            of_thread.session = requests.Session()
+            of_thread.session = Session()
         return _File(one, place, memory, ways, of_thread.session, progress, stop).fetch()
 
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
@@ -204,7 +203,7 @@ class _File:
         place: Folder,
         memory: Memory,
         ways: _Ways,
-        session: requests.Session,
+        session: Session,
         progress: Any,
         stop: threading.Event,
     ) -> None:
@@ -295,13 +294,23 @@ class _File:
         token = self._token(url)
         with ask(self.session, url, begin, validator, token, self.ways.timeout_sec) as answer:
             total = self._total(answer)
-            if not answer.begin:  # also where there is something: another version, or a server that ignores ranges
+            if answer.begin:
+                self._check_rest(answer)
+            else:  # also where there is something: another version, or a server that ignores ranges
                 self._drop()
                 self.part.touch()
                 write_json(self.state, {"url": without_query(url), "validator": answer.validator, "bytes": total})
             self._write(answer, total)
         if self.size < (total or 0):
             raise Fault(f"ends after {self.size:,} of {total:,} bytes", again=True)
+
+    def _check_rest(self, answer: Answer) -> None:
+        """Raise Wrong if an answer is not the rest of what has come, or nothing says where the file ends."""
+        known = self._state().get("bytes")
+        if answer.total is not None and known not in (None, answer.total):
+            raise Wrong(f"has changed since it was begun: it has {answer.total:,} bytes, had {known:,}")
+        if answer.total is None and known is None and self.wanted.digest is None:
+            raise Wrong("sends a range of a file whose size it does not know")
 
     def _state(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
@@ -324,8 +333,10 @@ class _File:
         return 0, None
 
     def _total(self, answer: Answer) -> int | None:
-        """Return the size that the whole file has to have. Raises Fault: it is not the right one, or has no end."""
+        """Return the size that the whole file has to have. Raises Fault: it is not the right one, has no end or no room."""
         total, wanted = answer.total, self.wanted.bytes
+        if total is None and answer.begin:
+            total = self._state().get("bytes")
         if wanted is not None and total is not None and total != wanted:
             page = "; it is a web page" if answer.kind == "text/html" else ""
             raise Fault(f"has {total:,} bytes, {wanted:,} are wanted{page}")
@@ -336,6 +347,8 @@ class _File:
             raise Fault(f"is sent compressed ({shown(answer.coding, 20)}), and no digest says whether that is the file")
         if total is None and wanted is None and self.wanted.digest is None and not answer.has_end:
             raise Fault("comes without a size, and nothing says where it ends")
+        if total is not None and total - self.size > (free := shutil.disk_usage(self.place.path).free):
+            raise Fault(f"has {total:,} bytes, and {free:,} are free on the disk")
         return total if total is not None else wanted
 
     def _write(self, answer: Answer, total: int | None) -> None:

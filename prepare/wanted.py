@@ -14,10 +14,12 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
+from urllib.parse import quote, urlsplit
 
 from cli.files import write_whole
 from cli.limits import shown
@@ -53,11 +55,11 @@ def wanted_problem(wanted: Wanted) -> str | None:
     parts = wanted.name.split("/")
     if not wanted.name.isprintable() or "\\" in wanted.name or any(part in ("", ".", "..") for part in parts):
         return f"{shown(wanted.name)}: is no path inside a folder. Possible: NAME, or FOLDER/NAME."
-    if parts[0] in (WORK, DIGESTS_FILE) or len(wanted.name.encode()) > MAX_NAME_BYTES:
+    if parts[0] in (WORK, DIGESTS_FILE) or len(quote(wanted.name, safe="")) > MAX_NAME_BYTES:
         return (
             f"{shown(wanted.name)}: is a name that cannot be taken. Possible: another of up to {MAX_NAME_BYTES} bytes."
         )
-    if not wanted.urls or not all(re.match(r"(https?|file)://", url) for url in wanted.urls):
+    if not wanted.urls or not all(map(is_address, wanted.urls)):
         return f"{wanted.name}: its addresses are {list(wanted.urls)}. Possible: http://, https:// and file://."
     if wanted.bytes is not None and wanted.bytes < 0:
         return f"{wanted.name}: its size is {wanted.bytes}. Possible: 0 or more bytes."
@@ -69,12 +71,34 @@ def wanted_problem(wanted: Wanted) -> str | None:
     return None
 
 
-def check_wanted(wanted: Sequence[Wanted]) -> None:
-    """Raise ValueError, a problem a line, if an entry is no good, or two have one name."""
+def is_address(url: str) -> bool:
+    """True for an address that a file may be fetched from: http://, https:// or file://."""
+    try:
+        parts = urlsplit(url)
+        has_host = parts.hostname is not None and parts.port != 0  # a port that is no number raises
+    except ValueError:
+        return False
+    return "://" in url and (parts.scheme == "file" or (parts.scheme in ("http", "https") and has_host))
+
+
+def wanted_problems(wanted: Sequence[Wanted]) -> list[str]:
+    """Say what is wrong with entries: each by itself, and names of which one folder cannot have both."""
     problems = [text for one in wanted if (text := wanted_problem(one))]
-    names = [one.name for one in wanted]
-    problems += [f"{name}: is wanted twice. Leave one out." for name in dict.fromkeys(names) if names.count(name) > 1]
-    if problems:
+    names = Counter(one.name for one in wanted)
+    problems += [f"{name}: is wanted twice. Leave one out." for name, count in names.items() if count > 1]
+    return problems + [
+        f"{name}: is a folder of other files too. Leave it out." for name in folders_of(names) if name in names
+    ]
+
+
+def folders_of(names: Iterable[str]) -> set[str]:
+    """Return the folders in which files of these names lie."""
+    return {str(folder) for name in names for folder in PurePosixPath(name).parents}
+
+
+def check_wanted(wanted: Sequence[Wanted]) -> None:
+    """Raise ValueError, a problem a line, if an entry is no good, or two cannot both be there."""
+    if problems := wanted_problems(wanted):
         raise ValueError("\n".join(problems))
 
 

@@ -85,10 +85,10 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving() -> Iterator[Web]:
+def serving(address: str = "127.0.0.1") -> Iterator[Web]:
     """Serve on a free port of this machine."""
     web = Web()
-    server = Server(("127.0.0.1", 0), _handler(web))
+    server = Server((address, 0), _handler(web))
     web.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()

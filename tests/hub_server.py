@@ -53,6 +53,8 @@ class Hub:
     models: dict[str, Model] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     """Of each request: method and path."""
+    logins: list[str | None] = field(default_factory=list)
+    """Of each request for a large file at the second address: its token or password."""
     status: int = 200
     """Another one: the answer to everything."""
     damaged: dict[str, int] = field(default_factory=dict)
@@ -225,6 +227,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 found = [repo for repo in hub.models if repo.startswith(author) and search in repo.lower()]
                 self._say(200, [{"id": repo} for repo in found])
             elif parts[0] == "cdn":
+                hub.logins.append(self.headers.get("authorization"))
                 self._send("/".join(parts[4:]), hub.models["/".join(parts[1:3])].commits[parts[3]]["/".join(parts[4:])])
             else:
                 is_api = parts[0] == "api"

@@ -148,7 +148,7 @@ def test_a_manifest_with_a_fault_is_refused(tmp_path, capsys, given, said):
 
 def test_a_list_is_read_as_its_own_downloader_reads_it():
     text = f"{md5(b'1')}  ./b/00001.tar\n\n{md5(b'0')} *00000.tar\n{md5(b'2')}  with space.tar\n"
-    files = read_list(text, read_address("https://host/folder/\n", "X"), "X.md5")
+    files, _ = read_list(text, read_address("https://host/folder/\n", "X"), "X.md5")
     assert [(one.name, one.urls, one.digest) for one in files] == [
         ("00000.tar", ("https://host/folder/00000.tar",), f"md5:{md5(b'0')}"),
         ("b/00001.tar", ("https://host/folder/b/00001.tar",), f"md5:{md5(b'1')}"),

@@ -224,6 +224,7 @@ def test_a_sections_words_are_what_differs_from_its_command_s_defaults():
 # --- the download ---
 
 QUICK = ["images.timeout_sec=5", "images.most_sec=2", "images.most_mib=1", "images.threads=16"]
+QUICK += ["images.allow_private=true"]  # the hosts of these tests are on this machine
 
 
 @pytest.mark.timeout(240, func_only=True)

@@ -144,6 +144,35 @@ def test_a_reason_has_nothing_of_its_row_or_of_what_a_host_says(message, reason)
     assert images.reason_of(message) == reason
 
 
+def test_hosts_of_a_private_network_are_not_asked_unless_a_key_allows_it(folder, capsys):
+    with internet(folder) as hosts:
+        urls = [
+            f"http://{host}:{hosts.server_port}/picture/{n}"
+            for n, host in enumerate(["127.1", "localhost", "2130706433"])
+        ]
+        write(folder, "a", URL=urls, TEXT=["a"] * 3)
+        assert call("filter", f"folder={folder}") == 0
+        refused, given = [f"folder={folder}", "images.min_success=0", "workers=1"], "images.allow_private"
+        assert call("images", *refused) == 1 and hosts.asked == 0
+        assert "images: 3 rows, 0 left, 0.00 GiB; left out: not a public address 3\n" in capsys.readouterr().out
+        assert call("images", *refused, f"{given}=true") == 2
+        assert f"{given} was false, is true" in capsys.readouterr().err
+        for path in (folder / "tars").iterdir():
+            path.unlink() if path.is_file() else None
+        assert call("images", *refused, f"{given}=true") == 0 and hosts.asked == 3
+
+
+def test_pictures_whose_hosts_opt_out_are_left(folder, capsys):
+    with internet(folder) as hosts:
+        urls = [
+            f"{hosts.address}/{kind}/{number}" for number, kind in enumerate(["no_use", "no_use", "picture", "no_use"])
+        ]
+        write(folder, "a", URL=urls, TEXT=["a"] * 4)
+        assert call("filter", f"folder={folder}") == 0 and call("images", f"folder={folder}", *QUICK, "workers=1") == 0
+    said = "4 rows, 1 left, 0.00 GiB; left out: Use of image disallowed by X-Robots-Tag directive 3"
+    assert said in capsys.readouterr().out
+
+
 def test_the_account_has_a_bounded_number_of_reasons(tmp_path):
     place = Folder(str(tmp_path))
     for name in ("00000", "00001"):
@@ -159,7 +188,7 @@ def test_a_stage_that_was_removed_to_make_room_is_no_error_of_the_account(folder
     with internet(folder) as hosts:
         urls = [f"{hosts.address}/{kind}/{number}" for number, kind in enumerate(["picture", "missing", "picture"])]
         write(folder, "a", URL=urls, TEXT=["a"] * 3)
-        keys = [f"folder={folder}", "workers=1"]
+        keys = [f"folder={folder}", "images.allow_private=true", "workers=1"]
         assert call("filter", *keys) == 0 and call("images", *keys) == 0 and call("shards", *keys) == 0
     for path in (folder / "tars").iterdir():
         path.unlink()

@@ -26,7 +26,7 @@ workers: 2
 ranks: 2
 metadata: {{urls: "{address}/files/part-{{part:05d}}.parquet", num_parts: 2}}
 filter: {{licenses: not ?, min_side_px: 32, unique: url, rows_per_tar: 20}}
-images: {{threads: 8, timeout_sec: 5, most_sec: 1, most_mib: 1}}
+images: {{threads: 8, timeout_sec: 5, most_sec: 1, most_mib: 1, allow_private: true}}
 shards: {{shard_size: 16kb}}
 latents: {{image_size: 64, shard_size: 64kb, model: {{preset: tiny, weights: random}}}}
 """

@@ -203,7 +203,8 @@ def _refusal(server: str, login: str) -> str | None:
     def ask() -> None:
         try:
             query: dict[str, Any] = {"query": "query Viewer { viewer { id } }"}
-            answer = requests.post(f"{server}/graphql", json=query, auth=("api", login), timeout=SERVER_SEC)
+            sent = dict(json=query, auth=("api", login), allow_redirects=False)  # which would take ~/.netrc along
+            answer = requests.post(f"{server}/graphql", timeout=SERVER_SEC, **sent)
         except requests.RequestException as error:
             outcome.append(f"cannot be reached ({type(error).__name__})")
             return

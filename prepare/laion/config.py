@@ -76,6 +76,8 @@ class ImagesConfig:
     """Largest file; a longer one is left before its end."""
     retries: int = limited(0, 0, 20)
     """Further tries for each picture."""
+    allow_private: bool = False
+    """Ask hosts at private, loopback, link-local and other addresses that are not public too."""
     resize_mode: Literal["no", "keep_ratio", "center_crop", "border", "keep_ratio_largest"] = "no"
     """img2dataset's way of resizing, to image_size."""
     image_size: int = limited(512, 1, 16384)

@@ -35,7 +35,6 @@ from prepare.sources import known_by
 MADE_BY = "prepare.laion images"
 RESERVED = ("key", "caption", "url", "width", "height", "original_width", "original_height", "status", "error_message")
 RESERVED += ("exif", "md5", "sha256", "sha512")  # img2dataset's own columns
-NO_USE = ["noai", "noimageai", "noindex", "noimageindex"]  # what it heeds in X-Robots-Tag by default
 MAX_REASONS, MAX_REASON = 30, 80
 OTHERS = "another reason"
 
@@ -117,7 +116,8 @@ def bring_part(place: Folder, parts: Sequence[Part], config: LaionConfig, number
     with place.scratch_folder() as folder:
         rows, columns = folder / "rows.feather", write_rows(part, config, folder / "rows.feather")
         downloader = downloader_for(config, folder, columns)
-        bounded.install(config.images.most_mib * 2**20, float(config.images.most_sec))
+        most_bytes, most_sec = config.images.most_mib * 2**20, float(config.images.most_sec)
+        bounded.install(most_bytes, most_sec, allow_private=config.images.allow_private)
         downloader.download_shard((number, str(rows)))
         statuses = needed("pyarrow.parquet").read_table(folder / f"{name}.parquet").sort_by("key")
         if len(statuses) < part.num_rows:  # img2dataset prints an error of its writer, and goes on
@@ -219,7 +219,7 @@ def downloader_for(way: LaionConfig, folder: Path, columns: Sequence[str]) -> An
         encode_format="jpg",
         retries=config.retries,
         user_agent_token=None,
-        disallowed_header_directives=NO_USE,
+        disallowed_header_directives=None,  # prepare/laion/hosts.py reads them
     )
 
 

@@ -1,0 +1,305 @@
+"""Servers of files that answer nonsense: a fault of that file, in words; the others arrive, and nothing is read for ever."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import socketserver
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fault_server import serving, web  # noqa: F401
+from hub_server import TOKEN
+
+from cli.errors import ConfigError
+from prepare import downloads, hub_files
+from prepare.manifest import Group, read_list, read_manifest
+from prepare.transfer import Outcome, fetch_all
+from prepare.wanted import Wanted, check_wanted, is_address
+from training import loggers
+
+CONTENT = random.Random(41).randbytes(300_000)
+OTHER = random.Random(42).randbytes(300_000)
+DIGITS = b"9" * 5000
+TIME = "Tue, 24 Nov 2026 0{}:00:00 GMT"
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content).hexdigest()
+
+
+@contextmanager
+def sending(*blocks: bytes, then: bytes | None = None) -> Iterator[str]:
+    """Serve the same bytes to everybody, with `then` repeated after them until the client leaves; yields the address."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            length = 0
+            while (line := self.rfile.readline()) not in (b"\r\n", b""):
+                length = int(line.split()[1]) if line.lower().startswith(b"content-length:") else length
+            self.rfile.read(length)
+            more: Iterable[bytes] = itertools.repeat(then) if then else ()
+            try:
+                for block in itertools.chain(blocks, more):
+                    self.wfile.write(block)
+            except OSError:
+                pass  # the client has left
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads, block_on_close = True, False
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/a.bin"
+        server.shutdown()
+        thread.join(10)
+
+
+def moved(location: bytes) -> bytes:
+    return b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: " + location + b"\r\n\r\n"
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+ENDLESS = b"\0" * 2**14
+FAILED = "the connection failed ("
+
+
+@pytest.mark.timeout(120, func_only=True)
+@pytest.mark.parametrize(
+    ("head", "then", "said"),
+    [
+        (moved(b"http://[::1/x"), None, "answers what cannot be read (ValueError: "),
+        (moved(b"http://127.0.0.1:99999999/x"), None, "answers what cannot be read (ValueError: "),
+        (moved(b"http://127.0.0.1:port/x"), None, "answers what cannot be read (ValueError: "),
+        (moved(b"http://127.0.0.1/\xff\xfe"), None, "answers what cannot be read (UnicodeDecodeError: "),
+        (moved(b"http://" + b"a" * 70 + b".test/"), None, ""),
+        (moved(b"http://.test/"), None, "is no address ("),
+        (moved(b"http://*.\xc3\xa4/"), None, "is no address ("),
+        (moved(b"file:///etc/passwd"), None, "is no address ("),
+        (moved(b"/again"), None, "redirects without an end"),
+        (b"HTTP/1.1 302 Found\r\nLocation: /again\r\n\r\n", ENDLESS, "redirects without an end"),
+        (OK + b"Content-Length: " + DIGITS + b"\r\n\r\nabc", None, "comes without a size, and nothing says where it ends"),
+        (OK + b"Content-Length: -5\r\n\r\nabc", None, "comes without a size, and nothing says where it ends"),
+        (OK + b"Content-Length: " + DIGITS[:18] + b"\r\n\r\nabc", None, "has 999,999,999,999,999,999 bytes, and "),
+        (b"HTTP/1.1 206 Partial\r\nContent-Range: bytes 0-9/" + DIGITS + b"\r\n\r\n", None, "sends another range than "),
+        (CHUNKED + b"-1\r\n", ENDLESS, f"{FAILED}HTTPException: a chunk of negative length"),
+        (CHUNKED + b"-5\r\n", ENDLESS, f"{FAILED}HTTPException: a chunk of negative length"),
+        (CHUNKED + b"x\r\n", None, FAILED),
+        (CHUNKED, b"1", FAILED),
+        (CHUNKED + b"0\r\n", b"a: b\r\n", f"{FAILED}HTTPException: more than 1,000 lines of headers"),
+        (OK, b"a: b\r\n", f"{FAILED}HTTPException: got more than 100 headers"),
+        (OK + b"a: ", b"b", f"{FAILED}LineTooLong: "),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", f"{FAILED}HTTPException: more than 1,000 lines of headers"),
+        (b"", b"\0", FAILED),
+        (b"HTTP/1.1 999999 x\r\n\r\n", None, FAILED),
+        (b"HTTP/9.9 200 OK\r\n\r\n", None, FAILED),
+        (b"HTTP/1.1 503 \x1b[31m\r\nRetry-After: " + DIGITS + b"\r\nContent-Length: 0\r\n\r\n", None, "HTTP 503 ("),
+    ],
+    ids=itertools.count(),
+)  # fmt: skip
+def test_an_answer_that_is_nonsense_is_a_fault_of_its_file_alone(web, tmp_path, head, then, said):  # noqa: F811
+    web.put("good", CONTENT)
+    good = Wanted("good", (web.url("good"),), len(CONTENT), f"md5:{md5(CONTENT)}")
+    with sending(head, then=then) as url:
+        bad, other = fetch_all([Wanted("bad", (url,)), good], tmp_path, tries=1, timeout_sec=20.0, wait_sec=0.01)
+    assert bad.reason is not None and bad.reason.startswith(f"{url}: {said}")
+    assert bad.reason.isprintable() and len(bad.reason) < 300
+    assert other == Outcome("good", is_fetched=True) and (tmp_path / "good").read_bytes() == CONTENT
+    assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize(
+    "after", ["Mon, 01 Jan 0001 00:00:00 -0000", "Mon, 01 Jan 2001 00:00:00 +999999999999999", "-1", "x"]
+)
+def test_a_server_that_says_nonsense_of_when_to_come_again_is_asked_again(web, tmp_path, after):  # noqa: F811
+    web.put("a.bin", CONTENT, statuses=[503], heads={"Retry-After": after})
+    assert fetch_all([Wanted("a.bin", (web.url("a.bin"),))], tmp_path, wait_sec=0.01) == [
+        Outcome("a.bin", is_fetched=True)
+    ]
+
+
+def test_a_name_or_an_address_that_cannot_be_is_refused_before_anything_is_asked(tmp_path, capsys):
+    for url in (
+        "http://[::1/x",
+        "http://host:port/x",
+        "http://host:99999999/x",
+        "http:///x",
+        "https://",
+        "http:x",
+        "ftp://h/x",
+    ):
+        assert not is_address(url)
+    assert all(map(is_address, ("http://h/x", "https://[::1]:80/x", "file:///x", "http://u:p@h/x")))
+    one = "urls: ['http://h/n']"
+    for files, said in [
+        (f"{{name: n, {one}}}, {{name: n, {one}}}", "a: n: is wanted twice. Leave one out."),
+        (f"{{name: n, {one}}}, {{name: n/m, {one}}}", "a: n: is a folder of other files too. Leave it out."),
+        ("{name: n, urls: ['http://[::1/n']}", "a: n: its addresses are ['http://[::1/n']. Possible: http://, "),
+    ]:
+        (tmp_path / "own.yaml").write_text(f"a: {{about: x, folder: f, files: [{files}]}}")
+        with pytest.raises(ConfigError) as error:
+            read_manifest(tmp_path / "own.yaml")
+        assert said in str(error.value)
+    assert downloads.main(["sd2", f"to={tmp_path}", "mirror=http://[::1"]) == 2
+    assert "mirror: http://[::1 is no address. Possible: " in capsys.readouterr().err
+    with pytest.raises(ValueError, match="^(%C3%A4)*ä+: is a name that cannot be taken"):  # 180 letters in .work
+        check_wanted([Wanted("ä" * 31, ("http://h/x",))])
+
+
+# --- lists of digests ---
+
+
+@pytest.fixture
+def tars(web, tmp_path):  # noqa: F811
+    """The command on a group with a list of three files, whose text a test gives."""
+    for name in "abc":
+        web.put(f"set/{name}.tar", CONTENT + name.encode())
+    web.put("one.bin", OTHER)
+    web.put("set.uri", web.url("set").encode())
+    (tmp_path / "own.yaml").write_text(
+        f"tars: {{about: x, folder: tars, uri: '{web.url('set.uri')}'}}\n"
+        f"one: {{about: x, folder: one, files: [{{name: one.bin, urls: ['{web.url('one.bin')}']}}]}}\n"
+    )
+
+    def run(*lines: str) -> int:
+        web.put("set.md5", "".join(f"{line}\n" for line in lines).encode())
+        return downloads.main(["tars", "one", f"to={tmp_path}", f"manifest={tmp_path}/own.yaml", "tries=1"])
+
+    return run
+
+
+def line(name: str) -> str:
+    return f"{md5(CONTENT + name.encode())}  {name}.tar"
+
+
+def test_a_list_with_two_digests_of_a_file_gives_the_others(web, tars, tmp_path, capsys):  # noqa: F811
+    assert tars(line("a"), line("b"), line("c"), f"{md5(b'')}  b.tar", line("b")) == 1
+    said = capsys.readouterr()
+    assert f"tars: {tmp_path}/tars/b.tar: its list has two digests of it.\n" in said.err
+    assert "tars: not complete\n" in said.out and f"one: 1 file is in {tmp_path}/one" in said.out
+    assert sorted(path.name for path in (tmp_path / "tars").glob("*.tar")) == ["a.tar", "c.tar"]
+    assert tars(line("a"), line("b"), line("a")) == 0  # the same twice is no fault
+    assert read_list(f"{line('a')}\n{line('a')}\n", "http://h", "X")[0][0].name == "a.tar"
+
+
+@pytest.mark.timeout(60, func_only=True)
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([line("a"), f"{md5(b'')}  a.tar/b"], "a.tar is a file and a folder of files. Look at that address."),
+        ([f"{md5(b'')}  {'%' * 61}"], "is a name that cannot be taken. Possible: another of up to 180 bytes."),
+    ],
+)  # fmt: skip
+def test_a_list_whose_names_cannot_be_taken_is_a_fault_of_its_group(tars, tmp_path, capsys, lines, said):
+    assert tars(*lines) == 1
+    said_of_it = capsys.readouterr()
+    assert said in said_of_it.err and f"one: 1 file is in {tmp_path}/one" in said_of_it.out
+
+
+def test_an_address_in_a_list_that_is_none_is_a_fault_of_its_group(web, tars, capsys):  # noqa: F811
+    web.put("set.uri", b"http://[::1/")
+    assert tars(line("a")) == 1
+    assert f"tars: {web.url('set.uri')} is not one address, but begins 'http://[::1/'." in capsys.readouterr().err
+
+
+# --- another version ---
+
+
+def begun(web, folder: Path, **faults: object) -> Wanted:  # noqa: F811
+    """Begin a file of which nothing is known, and break off after 100,000 bytes."""
+    file = Wanted("a.bin", (web.url("a.bin"),))
+    web.put("a.bin", OTHER, cut_after=[100_000, 0], **faults)
+    assert fetch_all([file], folder, tries=1)[0].reason is not None
+    return file
+
+
+@pytest.mark.parametrize("honours", [True, False])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"etag": '"one"'}, {"etag": '"two"'}),
+        ({"etag": None, "modified": TIME.format(3)}, {"etag": None, "modified": TIME.format(4)}),
+    ],
+    ids=["ETag", "Last-Modified"],
+)  # fmt: skip
+def test_the_rest_of_another_version_is_not_taken_and_the_file_starts_anew(web, tmp_path, first, then, honours):  # noqa: F811
+    file = begun(web, tmp_path, **first)
+    web.put("a.bin", CONTENT, honours_if_range=honours, **then)
+    web.asked.clear()
+    assert fetch_all([file], tmp_path) == [Outcome("a.bin", is_fetched=True)]
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+    assert web.ranges("a.bin") == ["bytes=100000-"] + [None] * (not honours)
+
+
+def test_a_rest_of_another_length_starts_the_file_anew(web, tmp_path):  # noqa: F811
+    file = begun(web, tmp_path, etag='"same"')
+    web.put("a.bin", CONTENT + b"more", etag='"same"')
+    assert fetch_all([file], tmp_path) == [Outcome("a.bin", is_fetched=True)]
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT + b"more"
+
+
+def test_a_range_of_a_file_without_a_size_is_not_taken_for_its_end(tmp_path):
+    """`bytes 3-5/*` may be the end, or not."""
+    part = tmp_path / ".work"
+    part.mkdir()
+    with sending(b'HTTP/1.1 206 x\r\nETag: "a"\r\nContent-Range: bytes 3-5/*\r\nContent-Length: 3\r\n\r\ndef') as url:
+        (part / "a.bin.part").write_bytes(b"abc")
+        (part / "a.bin.json").write_text(f'{{"url": "{url}", "validator": "\\"a\\"", "bytes": null}}')
+        [outcome] = fetch_all([Wanted("a.bin", (url,))], tmp_path, tries=1)
+    assert outcome.reason == f"{url}: sends another range than bytes=0-: bytes 3-5/*"  # it was asked for all of it then
+
+
+# --- passwords ---
+
+
+@pytest.fixture
+def netrc(tmp_path, monkeypatch) -> None:
+    """Passwords in ~/.netrc for both names of this machine."""
+    path = tmp_path / "netrc"
+    path.write_text("machine localhost login me password hunter2\nmachine 127.0.0.1 login me password hunter2\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(path))
+
+
+@pytest.mark.usefixtures("netrc")
+def test_no_password_of_netrc_goes_to_a_host_that_a_redirect_names(web, tmp_path, monkeypatch):  # noqa: F811
+    """Nor a token, even where a redirect leads back to its host by another one."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with serving() as elsewhere:
+        web.put("moved", redirect=elsewhere.url("b/moved", "localhost"))
+        web.put("here", redirect=web.url("a.bin"))
+        elsewhere.put("b/moved", redirect=f"http://other:hunter2@localhost:{elsewhere.port}/back")
+        elsewhere.put("back", redirect=web.url("a.bin"))
+        web.put("a.bin", CONTENT)
+        for name, token in (("moved", None), ("moved", "HF_TOKEN"), ("here", "HF_TOKEN")):
+            web.asked.clear()
+            assert fetch_all([Wanted(f"{name}-{token}", (web.url(name),), token=token)], tmp_path)[0].reason is None
+            sent = [heads.get("authorization") for _, heads in web.asked]
+            bearer = token and f"Bearer {TOKEN}"
+            assert sent == [bearer, bearer if name == "here" else None]
+        assert [name for name, _ in elsewhere.asked] == ["b/moved", "back"] * 2
+        assert [heads.get("authorization") for _, heads in elsewhere.asked] == [None] * 4
+
+
+@pytest.mark.usefixtures("netrc")
+def test_the_hubs_token_stays_with_the_hub(hub, tmp_path, monkeypatch):
+    """Large files come over a redirect to another host."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.add("owner/films", {"1.bin": CONTENT, "prompts.txt": b"one\n"})
+    hub.models["owner/films"].is_gated = True
+    group = Group(about="films", folder="films", data_set="owner/films", revision="main")
+    assert len(hub_files.fetch_data_set(group, tmp_path / "films", 1)) == 2
+    assert (tmp_path / "films/1.bin").read_bytes() == CONTENT and hub.logins == [None]
+
+
+@pytest.mark.usefixtures("netrc")
+def test_a_redirect_of_a_loggers_server_is_not_followed_with_a_password(web):  # noqa: F811
+    with sending(moved(web.url("graphql", "localhost").encode())) as url:
+        assert loggers._refusal(url.removesuffix("/a.bin"), "of a test") is None
+    assert web.asked == []
