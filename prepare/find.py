@@ -16,10 +16,11 @@ from pathlib import Path, PurePosixPath
 from cli.errors import Refused
 from prepare.hub_datasets import HUB, HUB_NAME, HubKeys, find_split
 from prepare.objects import Objects, StoreObject, list_objects
-from prepare.samples import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from prepare.samples import VIDEO_SUFFIXES
 from prepare.sources import MOMENTS_SUFFIX, Files, Source, TarObject
 from prepare.tables import COLUMNAR, LINES, Columnar, cut
 from stages.dataset import is_remote
+from stages.image_files import IMAGE_SUFFIXES
 
 METADATA = tuple(f"metadata{suffix}" for suffix in (*LINES, ".parquet"))  # beside images, as Hugging Face has them
 SPLIT_NAME = re.compile(r"(train|test|validation|valid|val|dev)(?![a-z])")

@@ -9,7 +9,8 @@
 
 SOURCE, here or at s3://, one of
     a tar, a folder of tars       WebDataset's, img2dataset's: the files of a key are a sample; a key ends at the first dot
-    a folder of files             the same: KEY.jpg (.png, .webp; .mp4, .webm, .mov, .mkv), KEY.txt, KEY.json; not at s3://
+    a folder of files             the same: KEY.jpg (.png, .webp, .avif, .bmp, .tif, .gif; .mp4, .webm, .mov, .mkv), KEY.txt,
+                                  KEY.json; not at s3://
     .parquet, .arrow              with the images' bytes, or with paths; a folder of such files
     .csv, .tsv, .jsonl            with paths: relative to the file's folder, absolute, or s3://
     hf://datasets/OWNER/NAME      a Hugging Face data set on the hub, streamed; or a folder of one, with split=
