@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from cli.errors import Refused
+from prepare.folders import SUFFIXES, cut_folder
 from prepare.hub_datasets import HUB, HUB_NAME, HubKeys, find_split
 from prepare.objects import Objects, StoreObject, list_objects
-from prepare.samples import VIDEO_SUFFIXES
-from prepare.sources import MOMENTS_SUFFIX, Files, Source, TarObject
+from prepare.sources import Files, Source, TarObject
 from prepare.tables import COLUMNAR, LINES, Columnar, cut
 from stages.dataset import is_remote
-from stages.image_files import IMAGE_SUFFIXES
 
 METADATA = tuple(f"metadata{suffix}" for suffix in (*LINES, ".parquet"))  # beside images, as Hugging Face has them
 SPLIT_NAME = re.compile(r"(train|test|validation|valid|val|dev)(?![a-z])")
@@ -86,7 +85,7 @@ def _on_disk(path: Path) -> list[Source]:
         if _holds_samples(child):
             table = next((child / name for name in METADATA if (child / name).is_file()), None)
             is_by_table = table is not None and not any(child.glob("*.txt"))
-            found += _of_file(table, str(child)) if is_by_table else [Files(child)]
+            found += _of_file(table, str(child)) if is_by_table else cut_folder(child)
     for files in ([path], children[1:]):
         if not found:
             tables = [table for child in files for table in _tables(child)]
@@ -98,8 +97,7 @@ def _on_disk(path: Path) -> list[Source]:
 
 
 def _holds_samples(folder: Path) -> bool:
-    suffixes = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, MOMENTS_SUFFIX)
-    return any(child.suffix.lstrip(".").lower() in suffixes for child in folder.iterdir())
+    return any(child.suffix.lstrip(".").lower() in SUFFIXES for child in folder.iterdir())
 
 
 def _tables(folder: Path) -> list[Path]:

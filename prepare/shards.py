@@ -27,9 +27,9 @@ Images are stored with their original bytes and are not encoded again; each is d
 skipped, counted, and listed with their reasons in OUT/skipped.jsonl. What min_side_px, max_aspect and min_similarity leave
 out is counted with them, but not listed. They are not in the stage.
 
-Each file becomes a part of OUT (prepare/parts.py); of a table with paths, each 10,000 rows. If stopped at any point, the
-same command resumes with the missing parts. OUT then has the same bytes as without the stop, with any number of workers
-(processes; default: one per core). OUT is a stage once it has a dataset.json.
+Each file becomes a part of OUT (prepare/parts.py); of a folder each 1,000 samples, of a table with paths each 10,000 rows. If
+stopped at any point, the same command resumes with the missing parts. OUT then has the same bytes as without the stop, with
+any number of workers (processes; default: one per core). OUT is a stage once it has a dataset.json.
 Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
 """
 

@@ -7,8 +7,9 @@ Hugging Face data sets in hub_datasets.py; `Source` is what all of them are to p
 from __future__ import annotations
 
 import contextlib
+import functools
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -57,7 +58,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Files(Source):
-    """A tar, or a folder of files."""
+    """A tar; folders of files are in folders.py."""
 
     path: Path
 
@@ -103,14 +104,9 @@ def damage_told(source: str) -> Iterator[None]:
 
 
 def known_by(source: Path) -> dict[str, Any]:
-    """Return what identifies a source in a plan: name, size, and a digest of a tar's ends or a folder's names and sizes."""
-    digest = xxhash.xxh3_64()
-    files = [file for file in sorted(source.iterdir()) if file.is_file()] if source.is_dir() else [source]
-    num_bytes = 0
-    for file in files:
-        size = file.stat().st_size if file.is_file() else 0
-        digest.update(f"{file.name} {size}\n".encode(errors="surrogateescape"))
-        num_bytes += size
+    """Return what identifies a file in a plan: name, size, and a digest of its ends."""
+    num_bytes = source.stat().st_size if source.is_file() else 0  # the others are named when they are read
+    digest = xxhash.xxh3_64(f"{source.name} {num_bytes}\n".encode(errors="surrogateescape"))
     if source.is_file():
         with open(source, "rb") as file:
             digest.update(file.read(2**20))
@@ -119,14 +115,16 @@ def known_by(source: Path) -> dict[str, Any]:
     return {"name": source.name, "bytes": num_bytes, "digest": digest.hexdigest()}
 
 
-def read_source(source: Path, ignore: Callable[[str], None], taken: Taken | None = IMG2DATASET) -> Iterator[Sample]:
+def read_source(
+    source: Path, ignore: Callable[[str], None], taken: Taken | None = IMG2DATASET, names: Sequence[str] | None = None
+) -> Iterator[Sample]:
     """Yield the samples of a tar or a folder of files in order, see `Source.read`.
 
-    A key's files have to be adjacent, as img2dataset writes them.
+    A key's files have to be adjacent, as img2dataset writes them. `names`: of the folder's files, those that are read.
     """
     sample = None
     wanted = None if taken is None else {name.partition(":")[0] for name in taken.names} | ALWAYS
-    files = _tar_files if source.is_file() else _folder_files
+    files = _tar_files if source.is_file() else functools.partial(_folder_files, names)
     try:
         with damage_told(str(source)):
             for key, part, content in files(source, wanted, ignore):
@@ -191,11 +189,11 @@ def _tar_files(
 
 
 def _folder_files(
-    source: Path, wanted: set[str] | None, ignore: Callable[[str], None]
+    names: Sequence[str] | None, source: Path, wanted: set[str] | None, ignore: Callable[[str], None]
 ) -> Iterator[tuple[str, str, bytes]]:
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is neither a file nor a folder")
-    for path in sorted(source.iterdir()):
+    for path in sorted(source.iterdir() if names is None else map(source.joinpath, names)):
         if path.is_dir() or path.suffix == ".tar":
             continue  # separate sources
         is_one = path.is_file() and (wanted is not None or path.stat().st_size <= MAX_MEMBER_BYTES)
