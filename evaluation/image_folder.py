@@ -1,7 +1,7 @@
 """Read a folder's images for an evaluation: sorted by name, decoded, in batches of equal size.
 
-EXIF rotation is ignored and transparency is dropped, as in pytorch-fid, so that both give a folder the same statistics.
-So `stages.images.decode_image` is not for these: it turns pictures upright, and puts them over white.
+EXIF rotation and color profiles are ignored and transparency is dropped, as in pytorch-fid, so that both give a folder the
+same statistics. So `stages.images.decode_image` is not for these: it applies all three.
 
 Shapes: B batch, H W height and width in px.
 """
@@ -19,9 +19,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cli.files import open_regular
+from cli.files import read_regular
+from stages.image_files import FORMATS, IMAGE_SUFFIXES, MAX_PIXELS, open_image
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+SUFFIXES = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 
 
 def list_images(folder: str | Path) -> list[Path]:
@@ -53,13 +54,13 @@ def read_image(path: Path, size_px: int | None = None) -> Tensor:  # -> uint8 (3
         ValueError: the image is unreadable.
     """
     try:
-        with open_regular(path) as file, Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
+        with open_image(read_regular(path)) as image:
             rgb = image.convert("RGB")
     except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
-        said = str(error).partition(" <_io.")[0].replace(f": {str(path)!r}", "")
+        said = str(error).replace(f": {str(path)!r}", "")
         raise ValueError(
-            f"{path}: cannot be read as an image ({type(error).__name__}: {said}). Possible: whole PNG, JPEG and WebP files. "
-            "Fetch it again, or take it out of the folder."
+            f"{path}: cannot be read as an image ({type(error).__name__}: {said}). Possible: whole files of at most "
+            f"{MAX_PIXELS:,} pixels, of {', '.join(FORMATS)}. Fetch it again, or take it out of the folder."
         ) from error
     if size_px is not None:
         rgb = rgb.resize((size_px, size_px), Image.Resampling.BICUBIC)

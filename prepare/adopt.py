@@ -53,13 +53,14 @@ from prepare.words import split_words
 from stages.adopted import Columns, wrong_encoding
 from stages.dataset import FACTS_FILE, FACTS_SCHEMA, is_remote, read_index, read_json, split_place
 from stages.fetch import known_digest
-from stages.images import SampleError, captions_of, decode_image, size_of
+from stages.image_files import IMAGE_SUFFIXES, format_of
+from stages.images import Pixels, SampleError, captions_of, decode_image, size_of
 from stages.index_file import check_named_columns, stored_file
 from stages.shard_table import ShardTable
 from zoo.model_config import ModelConfig
 
 NAMES = {
-    "image": ("image", "jpg", "jpeg", "png", "webp", "img", "picture"),
+    "image": ("image", *IMAGE_SUFFIXES, "img", "picture"),
     "captions": ("caption", "captions", "text", "prompt", "txt"),
     "key": ("key", "__key__", "id", "uid", "image_id"),
 }
@@ -206,8 +207,7 @@ def _range(values: Sequence[int]) -> str:
 
 
 def _format_of(content: bytes) -> str:
-    kinds = {b"\xff\xd8": "JPEG", b"\x89P": "PNG", b"RI": "WebP"}
-    return kinds.get(content[:2], "pixels")
+    return "pixels" if isinstance(content, Pixels) else format_of(content)
 
 
 def choose(sizes: Sequence[int], config: AdoptConfig) -> dict[int, list[int]]:

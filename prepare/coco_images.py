@@ -24,6 +24,7 @@ from cli.errors import Failed, Refused
 from cli.files import is_bounded, open_regular, to_disk, whole, write_whole
 from prepare.coco_subset import image_name
 from prepare.counts import SKIPPED_FILE, Ledger
+from stages.image_files import open_image
 from stages.moments import TIMESTEP
 
 if TYPE_CHECKING:
@@ -81,9 +82,10 @@ def resized(content: bytes, size: int, kind: str) -> bytes:
         kind: JPEG or PNG, with PIL's defaults.
 
     Raises:
+        SampleError: it is not an image, or has too many pixels.
         Exception: whatever PIL raises for a damaged one.
     """
-    with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as image:
+    with open_image(content) as image:
         made = image.resize((size, size), Image.Resampling.BICUBIC)
     file = io.BytesIO()
     made.save(file, kind)

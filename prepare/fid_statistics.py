@@ -4,10 +4,10 @@
     python -m prepare.fid_statistics val2014_30k val2014_30k_stats.npz inception=/weights/pt_inception.pth batch_size=50
     python -m prepare.fid_statistics pictures trial.npz inception=random image_size=64 overwrite=true
 
-FOLDER: all images (png, jpg, jpeg, webp) directly in it. OUT.npz has mu and sigma, as pytorch-fid writes them, the number of
-images, and how they were made; eval.statistics=OUT.npz reads it. image_size=N resizes images to N x N px first, by PIL's
-bicubic and without keeping the aspect ratio, as MLPerf's script for COCO does. (That script then saves JPEGs. To get the
-same statistics, give the folder that it wrote, without image_size.)
+FOLDER: all images (png, jpg, webp, avif, bmp, tif, gif) directly in it. OUT.npz has mu and sigma, as pytorch-fid writes
+them, the number of images, and how they were made; eval.statistics=OUT.npz reads it. image_size=N resizes images to N x N px
+first, by PIL's bicubic and without keeping the aspect ratio, as MLPerf's script for COCO does. (That script then saves JPEGs.
+To get the same statistics, give the folder that it wrote, without image_size.)
 
 engine=ray spreads the images over a Ray cluster (docs/clusters.md), whose nodes all have FOLDER at its path. The images are
 cut where batches end, and the features are summed here in the order of the images: the same sums, to the last bit, where
@@ -33,12 +33,12 @@ from typing import Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from tqdm import tqdm
 
 from cli.command import command, start
 from cli.command_line import Problem
 from cli.errors import ConfigError, Failed, Refused
+from cli.files import open_regular
 from cli.limits import limited
 from cli.log import log
 from evaluation.fid import FeatureSums, Statistics, covariance_warning, write_statistics
@@ -48,6 +48,7 @@ from preflight.limits import unwritable
 from prepare.counts import SKIPPED_FILE, Ledger
 from prepare.engines import ActorKeys, check_actor_keys
 from prepare.words import read_words
+from stages.image_files import open_image
 from weights import hub
 from weights.hub_names import parse
 from zoo.spec import MAX_SIDE_PX
@@ -133,7 +134,7 @@ def cut(paths: Sequence[Path], config: FidStatisticsConfig) -> list[slice]:
 
 def _size_of(path: Path) -> tuple[int, int] | None:
     try:
-        with Image.open(path, formats=("PNG", "JPEG", "WEBP")) as image:
+        with open_regular(path, None) as file, open_image(file) as image:
             return image.size
     except Exception:  # the decoders raise a dozen classes
         return None

@@ -16,10 +16,10 @@ from pathlib import Path, PurePosixPath
 
 from cli.errors import Refused
 from cli.log import log
+from prepare.folders import SUFFIXES, cut_folder
 from prepare.hub_datasets import HUB, HUB_NAME, HubKeys, find_split
 from prepare.objects import Objects, StoreObject, list_objects
-from prepare.samples import IMAGE_SUFFIXES, VIDEO_SUFFIXES
-from prepare.sources import MOMENTS_SUFFIX, Files, Source, TarObject
+from prepare.sources import Files, Source, TarObject
 from prepare.tables import COLUMNAR, LINES, Columnar, cut
 from prepare.tars import TAR_SUFFIXES, is_tar
 from stages.dataset import is_remote
@@ -88,7 +88,7 @@ def _on_disk(path: Path) -> list[Source]:
         if _holds_samples(child):
             table = next((child / name for name in METADATA if (child / name).is_file()), None)
             is_by_table = table is not None and not any(child.glob("*.txt"))
-            found += _of_file(table, str(child)) if is_by_table else [Files(child)]
+            found += _of_file(table, str(child)) if is_by_table else cut_folder(child)
     for files in ([path], children[1:]):
         if not found:
             tables = [table for child in files for table in _tables(child)]
@@ -111,8 +111,7 @@ def _too_deep(folder: Path) -> Iterator[Path]:
 
 
 def _holds_samples(folder: Path) -> bool:
-    suffixes = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, MOMENTS_SUFFIX)
-    return any(child.suffix.lstrip(".").lower() in suffixes for child in folder.iterdir())
+    return any(child.suffix.lstrip(".").lower() in SUFFIXES for child in folder.iterdir())
 
 
 def _tables(folder: Path) -> list[Path]:

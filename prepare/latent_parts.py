@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from composer.utils import dist
-from PIL import Image
 from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
@@ -133,15 +131,12 @@ def make_parts(
     if not todo:
         return counts, longest_sec  # do not create a scratch folder again: rank 0 may have removed it
     with (
-        warnings.catch_warnings(),
         ThreadPoolExecutor(workers) as pool,
         place.scratch_folder() as folder,
         tqdm(
             total=num_images, unit=" images", desc="encode", disable=not shown or dist.get_global_rank() != 0
         ) as progress,
     ):
-        # `decode_image` makes this an error by a filter, which is not safe in threads: they share one list of filters.
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
 
         def fill(number: int, part: Part) -> None:
             reader = open_shard(source, shards[number], folder, adopted)

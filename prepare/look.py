@@ -27,7 +27,6 @@ import json
 import os
 import sys
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +35,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
@@ -313,13 +311,10 @@ def read_samples(place: Place, shards: ShardTable, chosen: dict[int, list[int]],
     """Read the chosen samples, shard by shard; return what is wrong with those that cannot be read."""
     problems, num_threads = [], len(os.sched_getaffinity(0))
     with (
-        warnings.catch_warnings(),
         tempfile.TemporaryDirectory() as scratch,
         ThreadPoolExecutor(num_threads) as pool,
         tqdm(total=sum(map(len, chosen.values())), unit=" samples", desc="read", disable=None) as progress,
     ):
-        # As in prepare.latents: what `decode_image` sets for itself is no use in threads.
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
         for number, rows in chosen.items():
             name = shards.names[number]
             try:

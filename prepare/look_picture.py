@@ -31,6 +31,7 @@ from cli.limits import MAX_CAPTION
 from cli.log import log
 from cli.masking import printable
 from prepare.moments import check_finite
+from stages.image_files import format_of
 from stages.images import SampleError, check_caption, decode_image, size_of
 from zoo.encoders import RANDOM, build_encoders
 from zoo.model_config import ModelConfig
@@ -53,7 +54,6 @@ ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
 PALE = "#c9c9c9"
 AS_COLOURS = "channels 1 to 3 of the posterior's mean as RGB, 1st to 99th percentile; model.weights=PATH decodes them"
-MAGIC = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG", "WebP": b"RIFF"}
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Sample:
     caption: str
     num_bytes: int
     form: str = ""
-    """JPEG, PNG, WebP or other; "" for moments."""
+    """As `format_of` names it; "" for moments."""
     size: tuple[int, int] | None = None
     """(width, height), px."""
     num_values: int = 0
@@ -194,8 +194,7 @@ def look_at(encodings: dict[str, str], row: dict[str, memoryview]) -> Sample:
                 raise SampleError("moments are not (2C, h, w)")
             check_finite("moments", values)
             return sample
-        form = next((name for name, magic in MAGIC.items() if data.startswith(magic)), "other")
-        sample = dataclasses.replace(sample, form=form)
+        sample = dataclasses.replace(sample, form=format_of(data))
         image = decode_image(data)
         sample = dataclasses.replace(sample, size=size_of(image), value=thumbnail(to_pil_image(image)))
         if "caption" in raw:

@@ -34,6 +34,7 @@ from filelock import Timeout
 from streaming import MDSWriter
 
 from cli.errors import Failed, Refused
+from prepare.changes import changed_files
 from prepare.counts import SKIPPED_FILE, Ledger, SampleCounts, text_of
 from prepare.names import GO_ON, part_name
 from prepare.places import Place
@@ -132,12 +133,16 @@ def begin(place: Place, plan: Plan) -> None:
     if text is None:
         raise Refused(f"OUT: {place.address} exists and is not empty. Give a new folder, or remove it.")
     try:
-        differences = _differences(json.loads(text), json.loads(plan.text))
-    except (ValueError, AttributeError):
-        differences = []
+        changed, was, now = changed_files(json.loads(text), json.loads(plan.text))
+        differences = _differences(was, now)
+    except (ValueError, AttributeError, KeyError, TypeError):
+        changed, differences = None, []
     state = "finished" if FACTS_FILE in names else "unfinished"
     differences = [text for text in differences if not text.startswith("columns.")] or differences  # these follow
-    what = "; ".join(differences) or "its plan.json is of another kind"
+    if changed and not differences:
+        given = f"OUT: {place.address} holds the {state} work of this command, but {changed}"
+        raise Refused(f"{given}. Restore them, give another OUT, or remove this one.")
+    what = "; ".join([*differences, *([changed] if changed else [])]) or "its plan.json is of another kind"
     raise Refused(
         f"OUT: {place.address} holds the {state} work of another command: {what}. Give another OUT, or remove this one."
     )

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+from stages.image_files import IMAGE_SUFFIXES
 from stages.images import SampleError, check_caption
 
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 VIDEO_SUFFIXES = ("mp4", "webm", "mov", "mkv", "m4v")
 FILES = ("image_path", "file_name", "filename", "filepath", "file", "path")
 USUAL_IMAGES = ("image", *IMAGE_SUFFIXES, "img", *FILES)

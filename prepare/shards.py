@@ -9,8 +9,8 @@
 
 SOURCE, here or at s3://, one of
     a tar, a folder of tars       WebDataset's, img2dataset's: the files of a key are a sample; a key ends at the first dot
-    a folder of files             KEY.jpg (.png, .webp; .mp4, .webm, .mov, .mkv), KEY.txt, KEY.json; a key ends at the last
-                                  dot; not at s3://
+    a folder of files             KEY.jpg (.png, .webp, .avif, .bmp, .tif, .gif; .mp4, .webm, .mov, .mkv), KEY.txt, KEY.json;
+                                  a key ends at the last dot; not at s3://
     .parquet, .arrow              with the images' bytes, or with paths; a folder of such files
     .csv, .tsv, .jsonl            with paths: relative to the file's folder, absolute, or s3://
     hf://datasets/OWNER/NAME      a Hugging Face data set on the hub, streamed; or a folder of one, with split=
@@ -28,9 +28,9 @@ skipped, counted, and listed with their reasons in OUT/skipped.jsonl; so are sou
 files that belong to no sample. What min_side_px, max_aspect and min_similarity leave out is counted, but not listed. The last
 line has all of these counts.
 
-Each file becomes a part of OUT (prepare/parts.py); of a table with paths, each 10,000 rows. If stopped at any point, the
-same command resumes with the missing parts. OUT then has the same bytes as without the stop, with any number of workers
-(processes; default: one per core). OUT is a stage once it has a dataset.json.
+Each file becomes a part of OUT (prepare/parts.py); of a folder each 1,000 samples, of a table with paths each 10,000 rows. If
+stopped at any point, the same command resumes with the missing parts. OUT then has the same bytes as without the stop, with
+any number of workers (processes; default: one per core). OUT is a stage once it has a dataset.json.
 Exit code: 0 if samples were written, 1 if none was, a source was not read to its end, or the work failed; 2 if it could not
 start.
 """

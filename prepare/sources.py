@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -59,7 +59,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Files(Source):
-    """A tar, or a folder of files."""
+    """A tar; folders of files are in folders.py."""
 
     path: Path
 
@@ -109,14 +109,9 @@ def damage_told(source: str, lost: Callable[[], int] = lambda: 0) -> Iterator[No
 
 
 def known_by(source: Path) -> dict[str, Any]:
-    """Return what identifies a source in a plan: name, size, and a digest of a tar's ends or a folder's names and sizes."""
-    digest = xxhash.xxh3_64()
-    files = [file for file in sorted(source.iterdir()) if file.is_file()] if source.is_dir() else [source]
-    num_bytes = 0
-    for file in files:
-        size = file.stat().st_size if file.is_file() else 0
-        digest.update(f"{file.name} {size}\n".encode(errors="surrogateescape"))
-        num_bytes += size
+    """Return what identifies a file in a plan: name, size, and a digest of its ends."""
+    num_bytes = source.stat().st_size if source.is_file() else 0  # the others are named when they are read
+    digest = xxhash.xxh3_64(f"{source.name} {num_bytes}\n".encode(errors="surrogateescape"))
     if source.is_file():
         with open(source, "rb") as file:
             digest.update(file.read(2**20))
@@ -125,13 +120,15 @@ def known_by(source: Path) -> dict[str, Any]:
     return {"name": source.name, "bytes": num_bytes, "digest": digest.hexdigest()}
 
 
-def read_source(source: Path, ignore: Ignore, taken: Taken | None = IMG2DATASET) -> Iterator[Sample]:
+def read_source(
+    source: Path, ignore: Ignore, taken: Taken | None = IMG2DATASET, names: Sequence[str] | None = None
+) -> Iterator[Sample]:
     """Yield the samples of a tar or a folder of files in order, see `Source.read`.
 
-    A key's files have to be adjacent in a tar, as img2dataset writes them.
+    A key's files have to be adjacent in a tar, as img2dataset writes them. `names`: of a folder's files those to read.
     """
     wanted = None if taken is None else {name.partition(":")[0] for name in taken.names} | ALWAYS
-    files = (_tar_files if source.is_file() else _folder_files)(source, wanted, ignore)
+    files = _tar_files(source, wanted, ignore) if source.is_file() else _folder_files(source, wanted, ignore, names)
     parts: dict[str, frozenset[str]] = {}
     kinds: dict[frozenset[str], frozenset[str]] = {}  # a tar may have millions of keys with the same parts
     for key, of_key in itertools.groupby(_checked(files, str(source)), operator.itemgetter(0)):
@@ -187,11 +184,14 @@ def _tar_files(source: Path, wanted: set[str] | None, ignore: Ignore) -> Iterato
             yield str(path.with_name(stem)), part, member.name, tar.read() if is_wanted else None
 
 
-def _folder_files(source: Path, wanted: set[str] | None, ignore: Ignore) -> Iterator[Named]:
-    """Yield a folder's files. The key is the file's stem: `10.21.33.png` goes with `10.21.33.txt`."""
+def _folder_files(
+    source: Path, wanted: set[str] | None, ignore: Ignore, names: Sequence[str] | None = None
+) -> Iterator[Named]:
+    """Yield a folder's files, or those of some names. The key is the stem: `10.21.33.png` goes with `10.21.33.txt`."""
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is neither a file nor a folder")
-    for path in sorted(source.iterdir(), key=lambda path: (path.stem, path.suffix)):
+    paths = source.iterdir() if names is None else map(source.joinpath, names)
+    for path in sorted(paths, key=lambda path: (path.stem, path.suffix)):
         if path.is_dir() or is_tar(path.name):
             continue  # separate sources
         problem = None if path.suffix[1:] else NO_NAME

@@ -1,6 +1,6 @@
 """One image-caption pair: the file decoded, scaled and cut as the MLPerf reference does it, and what cannot be used.
 
-    decoded   RGB, any size          JPEGs by torchvision, the rest by PIL; transparency over white, EXIF rotation applied
+    decoded   RGB, any size          JPEGs by torchvision, the rest by PIL (stages/image_files.py), EXIF rotation applied
     resized   (3, H, W)              scaled so that it just covers W x H, bicubic with antialias; a part cut out
 
 In uint8 (0 to 255) by default. In float32 (the variant mlperf) a value is its level / 255 and nothing is rounded: where
@@ -10,9 +10,7 @@ bicubic overshoots it lies below 0 or above 1, as in the reference, which resize
 from __future__ import annotations
 
 import contextlib
-import io
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image
 from PIL.JpegImagePlugin import get_sampling
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
@@ -28,6 +26,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as vision
 
 from cli.limits import MAX_CAPTION, ImageSize
+from stages.image_files import MAX_PIXELS, SampleError, conversion_of, open_image, to_rgb
 
 MOST = 2**16 - 1  # that a stage has for a side, px
 MAX_COVER = 4  # times the crop's side: of a longer picture only what the crop shows is scaled
@@ -45,22 +44,19 @@ class Pixels(bytes):
     """A picture as streaming's encoding `pil` has it: uint32 width, height, length of the mode; the mode; its pixels."""
 
 
-class SampleError(ValueError):
-    """A sample that cannot be used; the message is the reason, in a few words."""
-
-
 def decode_image(data: bytes) -> Tensor:  # -> uint8 (3, h, w), RGB
-    """Decode a JPEG, PNG or WebP file, or `Pixels`, upright, transparency over white.
+    """Decode an image file, or `Pixels`, upright; see `to_rgb` for its colors and its transparency.
 
     In memory a pixel's three levels lie together, as decoders write them: to part them would take a third of the decoding.
 
     Raises:
-        SampleError: empty, not an image, truncated, or with more pixels than PIL holds to be safe.
+        SampleError: empty, not an image, truncated, or with more than MAX_PIXELS.
     """
     with _refused():
         image = _opened(data)
         pixels = _decode_jpeg(image, data)
-        pixels = _pixels_of(image) if pixels is None else pixels
+        if pixels is None:
+            pixels = torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1)
         return upright(pixels, image.getexif().get(ExifTags.Base.Orientation, 1))
 
 
@@ -68,26 +64,16 @@ def decode_image(data: bytes) -> Tensor:  # -> uint8 (3, h, w), RGB
 def _refused() -> Iterator[None]:
     """Say why a picture cannot be used, whatever it was that found it out. Raises SampleError."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            yield
+        yield
     except SampleError:
         raise
-    except UnidentifiedImageError as error:
-        raise SampleError("not an image") from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise SampleError("too many pixels") from error
     except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
         raise SampleError("truncated or damaged image") from error
 
 
 def _opened(data: bytes) -> Image.Image:
     """Read the header, which checks the size. Raises what PIL raises, or SampleError."""
-    if not data:
-        raise SampleError("image of zero bytes")
-    if isinstance(data, Pixels):
-        return _from_pixels(data)
-    return Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
+    return _from_pixels(data) if isinstance(data, Pixels) else open_image(data)
 
 
 @dataclass(frozen=True)
@@ -150,20 +136,9 @@ def _has_end(image: Image.Image, data: bytes) -> bool:
 
 
 def _is_plain(image: Image.Image, data: bytes) -> bool:
-    """True for what torchvision decodes as PIL does."""
+    """True for what torchvision decodes as PIL does, and needs no conversion to sRGB."""
     is_alike = image.format == "JPEG" and (image.mode == "L" or get_sampling(image) in SAMPLINGS)
-    return is_alike and _has_end(image, data)
-
-
-def _pixels_of(image: Image.Image) -> Tensor:  # -> uint8 (3, h, w), RGB
-    """Decode by PIL. Raises what PIL raises."""
-    image.load()
-    if image.mode.startswith("I"):  # 16 bits a pixel: PIL itself would cut everything above 255 to white
-        image = Image.fromarray((np.asarray(image) / 257.0).round().astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return torch.from_numpy(np.array(image if image.mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
+    return is_alike and _has_end(image, data) and conversion_of(image) is None
 
 
 def upright(pixels: Tensor, orientation: Any) -> Tensor:  # (3, h, w) -> (3, h, w) or (3, w, h)
@@ -179,10 +154,12 @@ def size_of(pixels: Tensor) -> ImageSize:
 
 
 def _from_pixels(data: bytes) -> Image.Image:
-    """Raises what PIL raises, ValueError: there are fewer pixels than it says, which PIL would make room for."""
+    """Raises SampleError, what PIL raises, ValueError: there are fewer pixels than it says, which PIL would make room for."""
     width, height, mode_bytes = np.frombuffer(data[:12], "<u4").tolist()
     if width * height > 8 * len(data):  # a pixel has a bit and more
         raise ValueError("fewer pixels than width x height")
+    if width * height > MAX_PIXELS:
+        raise SampleError("too many pixels")
     return Image.frombytes(data[12 : 12 + mode_bytes].decode(), (width, height), data[12 + mode_bytes :])
 
 

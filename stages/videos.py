@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from cli.limits import ImageSize
+from stages.image_files import MAX_PIXELS
 from stages.images import TRANSPOSED, SampleError, upright
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 
-MOST_PIXELS = Image.MAX_IMAGE_PIXELS or 0  # of a frame, as of an image: 8K is well below
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm"
 """By FFmpeg's names. Playlists are none of them: they would open other files, and addresses."""
 NOT_A_FILM = "not an MP4, MOV, WebM or MKV file"
@@ -178,9 +177,9 @@ class _Film:
         context: Any = self.track.codec_context
         if context is None:
             raise SampleError("video of a codec that is not known")
-        if context.width * context.height > MOST_PIXELS:
+        if context.width * context.height > MAX_PIXELS:
             raise SampleError("too many pixels")
-        context.options = {"max_pixels": str(MOST_PIXELS)}  # a frame may be larger than the header says
+        context.options = {"max_pixels": str(MAX_PIXELS)}  # a frame may be larger than the header says
         context.thread_count, context.thread_type = 1, "NONE"  # loader processes are as many as there are cores
         self.tick_sec = float(self.track.time_base or 0)
         self.size: ImageSize | None = None

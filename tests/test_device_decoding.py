@@ -5,15 +5,15 @@ That device goes the same way as a GPU, but for a stream of its own; tests/gpu c
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 import torch
 import torchvision
+from conftest import picture
 from PIL import Image
 from streaming import MDSWriter
 from test_data import FAMILY
+from test_image_files import swapped_jpeg
 from test_jpegs import jpeg, sampled
 from torchvision.io import decode_jpeg
 
@@ -36,12 +36,6 @@ def turned(orientation: int) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = orientation
     return jpeg((90, 61), exif=exif)
-
-
-def as_png(file: bytes) -> bytes:
-    out = io.BytesIO()
-    Image.open(io.BytesIO(file)).save(out, "PNG")
-    return out.getvalue()
 
 
 def without_codes(file: bytes) -> bytes:
@@ -67,7 +61,8 @@ PLAIN = {
 OTHERS = {
     # A comment behind the picture that is longer than the file: torchvision refuses it, PIL does not.
     "odd end": jpeg((90, 61))[:-2] + b"\xff\xfe\x40\x00\xff\xd9",
-    "PNG": as_png(jpeg((90, 61))),
+    **{kind: picture(3, (90, 61), kind) for kind in ("PNG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")},
+    "another profile": swapped_jpeg((90, 61)),
     "CMYK": jpeg((90, 61), "CMYK"),
     "RGB in a JPEG": jpeg((90, 61), subsampling=0, keep_rgb=True),
     "4:4:0": sampled(jpeg((160, 97), subsampling=0), 0x12),

@@ -638,7 +638,8 @@ def test_the_command_says_everything_that_is_wrong(tmp_path, capsys):
         "command line: batch_size is 0. Possible: 1 to 65,536.",
         "command line: unknown key 'image_siz'. Did you mean 'image_size'?",
         "inception: not given. Give the path of pt_inception-2015-12-05-6726825d.pth, or random for a trial.",
-        f"FOLDER: {tmp_path}: no image among its 0 entries. Give a folder with images (.png, .jpg, .jpeg, .webp).",
+        f"FOLDER: {tmp_path}: no image among its 0 entries. Give a folder with images (.jpg, .jpeg, .png, .webp, "
+        ".avif, .bmp, .tif, .tiff, .gif).",
         f"OUT: {tmp_path / 'out.npy'} does not end in .npz. Give a name that does.",
     ]
     assert fid_statistics.main(["inception=random"]) == 2

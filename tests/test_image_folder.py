@@ -14,6 +14,8 @@ from evaluation.image_folder import image_batches, list_images, read_image
 from evaluation.prompts import Prompt, PromptSet
 from training.snapshots import match_prompts
 
+KINDS = ".jpg, .jpeg, .png, .webp, .avif, .bmp, .tif, .tiff, .gif"
+
 
 def test_images_are_listed_by_name_and_nothing_else(tmp_path):
     for name in ("b.png", "a.JPG", "c.webp", "d.jpeg", "10.jpg", "9.jpg"):
@@ -33,15 +35,11 @@ def test_images_are_listed_by_name_and_nothing_else(tmp_path):
 def test_a_folder_that_is_none_or_has_no_image_is_refused(tmp_path):
     with pytest.raises(ValueError) as caught:
         list_images(tmp_path / "no")
-    assert str(caught.value) == (
-        f"{tmp_path / 'no'}: there is no such folder. Give a folder with images (.png, .jpg, .jpeg, .webp)."
-    )
+    assert str(caught.value) == (f"{tmp_path / 'no'}: there is no such folder. Give a folder with images ({KINDS}).")
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ValueError) as caught:
         list_images(tmp_path)
-    assert str(caught.value) == (
-        f"{tmp_path}: no image among its 1 entries. Give a folder with images (.png, .jpg, .jpeg, .webp)."
-    )
+    assert str(caught.value) == (f"{tmp_path}: no image among its 1 entries. Give a folder with images ({KINDS}).")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +85,8 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path, content):
         list(batches)
     assert str(caught.value).startswith(f"{tmp_path / '4.jpg'}: cannot be read as an image (")
     assert str(caught.value).endswith(
-        "). Possible: whole PNG, JPEG and WebP files. Fetch it again, or take it out of the folder."
+        "). Possible: whole files of at most 89,478,485 pixels, of JPEG, PNG, WEBP, AVIF, BMP, TIFF, GIF. Fetch it again, or "
+        "take it out of the folder."
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import resource
-import warnings
 
 import numpy as np
 import pytest
@@ -71,17 +70,9 @@ def test_sixteen_bits_a_pixel_are_scaled_and_not_cut_to_white(bits):
 
 def test_other_formats_are_no_images_of_a_stage():
     file = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(file, "BMP")
+    Image.new("RGB", (4, 4)).save(file, "PPM")
     with pytest.raises(SampleError, match="^not an image$"):
         decode_image(file.getvalue())
-
-
-def test_a_decompression_bomb_is_refused_without_being_decoded(monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    for size in ((40, 40), (80, 80)):  # PIL warns of the first and raises at the second
-        with pytest.raises(SampleError, match="^too many pixels$"):
-            decode_image(picture(0, size))
-    assert warnings.filters  # the filter of decode_image is its own
 
 
 @pytest.mark.parametrize(

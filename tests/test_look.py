@@ -174,7 +174,9 @@ def test_unusable_samples_are_counted_by_reason_and_named(tmp_path, capsys):
     for reason, _ in reasons:
         named = [name for why, name in reasons if why == reason]
         assert f"; {reason}: {len(named)} ({', '.join(named)})" in facts["unusable samples"]
-    assert {part.split()[0] for part in facts["formats"].split("), ")} == {"JPEG", "PNG", "WebP", "other"}
+    assert {part.split()[0] for part in facts["formats"].split("), ")} == {
+        *("JPEG", "PNG", "WebP", "AVIF", "BMP", "GIF", "TIFF", "other")
+    }
     assert facts["keys that come again"] == "1 (pixel)"
 
 

@@ -94,7 +94,8 @@ def test_an_image_under_another_name_has_to_be_given(tmp_path, capsys):
     tar = write_tar(tmp_path / "in.tar", {"a": files})
     assert make(tar, tmp_path / "out") == 2
     assert capsys.readouterr().err == (
-        "image: in.tar has none of image, jpg, jpeg, png, webp, img, image_path, file_name, filename, filepath, file, path. "
+        "image: in.tar has none of image, jpg, jpeg, png, webp, avif, bmp, tif, tiff, gif, img, image_path, file_name, "
+        "filename, filepath, file, path. "
         "It has left, right, txt. Give image=NAME; a CSV file has to begin with a line of names.\n"
     )
     assert make(tar, tmp_path / "out", "image=right.png") == 0
@@ -286,7 +287,8 @@ def test_a_folder_of_images_with_their_metadata_in_a_table_is_read_by_it(tmp_pat
             "t.csv",
             b"img/0.jpg,a red square\nimg/1.jpg,a circle\n",
             [],
-            "image: t.csv has none of image, jpg, jpeg, png, webp, img, image_path, file_name, filename, filepath, file, "
+            "image: t.csv has none of image, jpg, jpeg, png, webp, avif, bmp, tif, tiff, gif, img, image_path, file_name, "
+            "filename, filepath, file, "
             "path. It has img/0.jpg, a red square. Give image=NAME; a CSV file has to begin with a line of names.\n"
             "caption: t.csv has none of txt, caption, captions, text, prompt, top_caption. It has img/0.jpg, a red square. "
             "Give caption=NAME, several with commas between, or json:FIELD.",

@@ -194,7 +194,7 @@ def test_8k_is_usable_and_a_frame_of_more_pixels_than_an_image_may_have_is_not(m
     data = film(2, size=(7680, 4320), codec="mjpeg", kind="mov", pixels="yuvj420p", draw=lambda number, size: grey)
     assert inspect_film(data) == FilmFacts(7680, 4320, 2, 10.0)
     assert read_frames(data, [0.1], lambda frame: frame.shape) == [(3, 4320, 7680)]
-    monkeypatch.setattr(videos, "MOST_PIXELS", 7680 * 4320 - 1)
+    monkeypatch.setattr(videos, "MAX_PIXELS", 7680 * 4320 - 1)
     with pytest.raises(SampleError, match=r"^too many pixels$"):
         inspect_film(data)
 

@@ -27,6 +27,7 @@ from cli.errors import Failed, Refused
 from prepare.laion import bounded
 from prepare.laion.config import TARS, ImagesConfig, LaionConfig
 from prepare.laion.filter import Run, filtered_parts, open_table, values_of
+from prepare.laion.resizer import bounded as bounded_resizer
 from prepare.laion.rows import find_columns, has_texts, needed
 from prepare.parts import GO_ON, Plan, begin
 from prepare.places import Folder
@@ -199,7 +200,7 @@ def downloader_for(way: LaionConfig, folder: Path, columns: Sequence[str]) -> An
     downloader, resizer, writer = map(img2dataset, ("downloader", "resizer", "writer"))
     return downloader.Downloader(
         sample_writer_class=writer.WebDatasetSampleWriter,
-        resizer=resizer.Resizer(
+        resizer=bounded_resizer(resizer.Resizer)(
             image_size=config.image_size,
             resize_mode=config.resize_mode,
             resize_only_if_bigger=True,
@@ -249,7 +250,7 @@ def reason_of(message: str | None) -> str:
     if match := re.match(r"HTTP Error (\d{3}):", text):
         return _reason_of_status(int(match[1]), text)
     if text.startswith("OpenCV("):
-        return "no bytes" if "buf.empty()" in text else "Image decoding error"
+        return "Image decoding error"
     text = re.sub(r"\[Errno -?\d+\] |\[SSL: \w+\] | \(_ssl\.c:\d+\)|\(\d+ bytes read.*\)", "", text)
     text = re.sub(r"https?://\S+|(?<!\w)'[^']*'|\"[^\"]*\"", "...", text)  # but not the one of `can't`
     text = re.sub(r"position \d+(-\d+)?", "position ...", text)
