@@ -34,7 +34,7 @@ from cli.log import log
 from cli.masking import printable
 from stages import device_decoding, stage_checks
 from stages.batch_memory import BatchMemory
-from stages.dataset import Stage, column_problem, is_remote
+from stages.dataset import Stage, column_problem
 from stages.device_decoding import DeviceDecoder
 from stages.draws import Draw
 from stages.fetch import PATIENCE_SEC
@@ -45,9 +45,9 @@ from stages.mixture import (
     Opened,
     StreamConfig,
     buckets_of,
+    default_folder,
     epoch_samples,
     opened,
-    own_folder,
     stream_of,
     unfilled,
     weight_problems,
@@ -81,7 +81,7 @@ class DataConfig:
     remote: str | None = None
     """The stage: a folder, or an address such as s3://bucket/prefix."""
     local: str | None = None
-    """Folder that keeps the shards of `remote`. null: a folder is read in place; an address has one in ~/.cache/easel."""
+    """Folder that keeps the shards of `remote`. null: one in ~/.cache/easel; a folder is read in place, unless compressed."""
     facts: str | None = None
     """dataset.json of a data set that others have written (prepare.adopt), if it does not lie there: a file or address."""
     streams: list[StreamConfig] | None = None
@@ -114,9 +114,9 @@ class DataConfig:
     """The run stops if there are more unusable samples than this."""
 
     def __post_init__(self) -> None:
-        """Name the folder of an address's shards, so that the record of the run has it."""
-        if self.local is None and self.remote is not None and is_remote(self.remote) and not self.synthetic:
-            object.__setattr__(self, "local", own_folder(self.remote))
+        """Name the folder that keeps the shards, so that the record of the run has it."""
+        if self.local is None and self.remote is not None and not self.synthetic:
+            object.__setattr__(self, "local", default_folder(self.remote))
 
     @functools.cached_property
     def sources(self) -> list[StreamConfig]:
@@ -389,7 +389,7 @@ def _say(config: DataConfig, given: Sequence[Opened], global_batch_size: int) ->
     """Say where shards are kept if that was not given, and which buckets are left out."""
     for source in config.sources:
         remote, local = source.folders
-        if remote is not None and is_remote(remote) and local == own_folder(remote):
+        if remote is not None and local == default_folder(remote):
             log.info(f"data.local: not given: the shards of {printable(remote)} are kept in {local}")
     if buckets_of(given) and (rare := unfilled(given, global_batch_size)):
         named = ", ".join(f"{width}x{height} ({num})" for (width, height), num in rare.items())

@@ -308,8 +308,6 @@ class Adoption:
     text: str
     num_shards: int
     num_bytes: int
-    is_packed: bool
-    """Some shards are compressed: a folder of them is read through another one."""
 
 
 def adopt(remote: str, config: AdoptConfig) -> Adoption:
@@ -346,9 +344,8 @@ def adopt(remote: str, config: AdoptConfig) -> Adoption:
     if columns.latents is not None:
         made, of_latents = compare(config.model, columns.latents, seen.samples)
         facts, text = facts | made, f"{text}\n{of_latents}"
-    is_packed = shards.is_compressed
     at = write(facts, remote, config.facts)
-    return Adoption(facts, at, text, seen.shards, seen.num_bytes + index.num_bytes, is_packed)
+    return Adoption(facts, at, text, seen.shards, seen.num_bytes + index.num_bytes)
 
 
 @command(__doc__)
@@ -364,7 +361,6 @@ def main(argv: Sequence[str]) -> int:
     sizes = f"{done.num_bytes:,} bytes of {done.num_shards} shards and index.json"
     print(f"{done.at} written; {sizes} read in {time.monotonic() - started:.2f} s")
     facts = f" data.facts={done.at}" if config.facts else ""
-    facts += " data.local=FOLDER" if done.is_packed and not is_remote(paths[0]) else ""
     print(f"composer benchmark.py data.stage={done.facts['stage']} data.remote={paths[0]}{facts}", flush=True)
     return 0
 

@@ -43,6 +43,7 @@ FILE_KEYS = {"basename", "bytes", "hashes"}
 OF_COLUMNS = ("column_names", "column_encodings", "column_sizes")
 MISSING = object()
 INDEX = "index.json"
+HEAD_BYTES = 2**16
 # Bytes of memory for one of an index: as text and table (2.8 were seen at 400,000 shards); as objects (7.1).
 READ_PER_BYTE, OBJECTS_PER_BYTE = 3.0, 8.0
 SPACE = r"[ \t\n\r]*"
@@ -70,6 +71,18 @@ def check_named_columns(location: str, columns: Columns, shards: ShardTable) -> 
     """Raise ValueError where a shard has not the columns that are read, each of the same encoding."""
     if wrong := problem_of_columns(columns, shards):
         raise ValueError(f"{location}/index.json: {wrong[0]}. Possible: {wrong[1]}. {OF_OTHERS}")
+
+
+def is_compressed(folder: str) -> bool:
+    """True if the first entry of a folder's index.json says so; of the file only its head is read."""
+    try:
+        path = Path(folder, INDEX)
+        if not path.is_file():
+            return False
+        with open(path, "rb") as file:
+            return re.search(rb'"compression"\s*:\s*"', file.read(HEAD_BYTES)) is not None
+    except (OSError, ValueError):  # it cannot be read, as `read_stage` will say
+        return False
 
 
 @dataclass(frozen=True)

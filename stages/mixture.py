@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from cli.limits import ImageSize, limited
 from stages.adopted import AdoptedSet, kept_digests
 from stages.dataset import Fetched, Stage, is_remote, read_stage
 from stages.fetch import RetryingStream
+from stages.index_file import is_compressed
 
 WEIGHTS = ("proportion", "repeat", "choose")
 
@@ -36,6 +38,13 @@ def own_folder(remote: str) -> str:
     return str(cache_folder() / "stages" / f"{place.rpartition('/')[2]}-{digest}")
 
 
+def default_folder(remote: str) -> str | None:
+    """Return the folder that keeps a stage's shards where none is given; None: it is read in place."""
+    if is_remote(remote):
+        return own_folder(remote)
+    return own_folder(os.path.realpath(remote)) if is_compressed(remote) else None
+
+
 @dataclass(frozen=True)
 class StreamConfig:
     """One of the stages that a run mixes."""
@@ -43,7 +52,7 @@ class StreamConfig:
     remote: str | None = None
     """The stage: a folder, or an address such as s3://bucket/prefix."""
     local: str | None = None
-    """Folder that keeps the shards of `remote`. null: a folder is read in place; an address has one in ~/.cache/easel."""
+    """Folder that keeps the shards of `remote`. null: one in ~/.cache/easel; a folder is read in place, unless compressed."""
     facts: str | None = None
     """dataset.json of a data set that others have written, if it does not lie there: a file or address."""
     caption: str | None = None
@@ -56,9 +65,9 @@ class StreamConfig:
     """How many of its samples an epoch has."""
 
     def __post_init__(self) -> None:
-        """Name the folder of an address's shards, so that the record of the run has it."""
-        if self.local is None and self.remote is not None and is_remote(self.remote):
-            object.__setattr__(self, "local", own_folder(self.remote))
+        """Name the folder that keeps the shards, so that the record of the run has it."""
+        if self.local is None and self.remote is not None:
+            object.__setattr__(self, "local", default_folder(self.remote))
 
     @property
     def location(self) -> str | None:

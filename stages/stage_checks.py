@@ -35,9 +35,10 @@ def read_source(key: str, source: StreamConfig) -> tuple[Stage | None, Problems]
     except ValueError as error:
         return None, [(where, str(error))]
     if stage.is_compressed and source.folders[0] is None:
-        given = f"not given. {stage.location} is compressed, and nothing is written there"
-        todo = f"Give a folder for the decompressed shards, and the set's own as {key}.remote"
-        return stage, [(f"{key}.local", f"{given}. {todo}.")]
+        given = f"{stage.location} is compressed, and nothing is written there"
+        return stage, [
+            (f"{key}.local", f"{given}. Give it as {key}.remote, and as {key}.local a folder for its shards.")
+        ]
     return stage, []
 
 

@@ -426,14 +426,33 @@ def test_dataset_json_that_does_not_fit_its_index_is_refused(tmp_path):
     )
 
 
-def test_a_compressed_data_set_is_not_read_in_place(tmp_path):
+def test_a_compressed_folder_is_kept_decompressed_where_an_addresss_shards_are(tmp_path, ours, monkeypatch, capsys):
     theirs = write(tmp_path / "theirs", THEIRS, compression="zstd")
     assert adopt.main([str(theirs)]) == 0
-    told = "Give a folder for the decompressed shards, and the set's own as data.remote."
-    for place in ({"remote": str(theirs)}, {"local": str(theirs)}):
-        assert DataConfig(**place).problems(8, {}) == [
-            ("data.local", f"not given. {theirs} is compressed, and nothing is written there. {told}")
-        ]
+    before = tree(theirs)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = DataConfig(remote=str(theirs))
+    monkeypatch.chdir(tmp_path)
+    link = Path("link")
+    link.symlink_to(theirs)
+    assert config.problems(8, {}) == [] and config.local == config.sources[0].local
+    assert config.local == DataConfig(remote="theirs/").local == StreamConfig(remote="link").local
+    assert DataConfig(remote=str(theirs), local="/mine").local == "/mine"
+    assert same(epoch(theirs), ours)
+    assert f"data.local: not given: the shards of {theirs} are kept in {config.local}" in capsys.readouterr().err
+    [cache] = (tmp_path / "cache/easel/stages").iterdir()
+    assert str(cache) == config.local and list(cache.glob("*.mds")) and tree(theirs) == before
+    told = "Give it as data.remote, and as data.local a folder for its shards."
+    assert DataConfig(local=str(theirs)).problems(8, {}) == [
+        ("data.local", f"{theirs} is compressed, and nothing is written there. {told}")
+    ]
+
+
+def test_a_folder_without_compression_or_without_an_index_is_read_in_place(tmp_path):
+    plain = write(tmp_path / "plain", THEIRS)
+    os.mkfifo(tmp_path / "index.json")
+    for folder in (plain, tmp_path, tmp_path / "none"):
+        assert DataConfig(remote=str(folder)).local is None
 
 
 # --- from a store ---
