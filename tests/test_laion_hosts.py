@@ -83,7 +83,7 @@ def test_a_key_lets_them_be_asked(web):  # noqa: F811
 
 @pytest.fixture
 def names(monkeypatch) -> dict[str, list[str]]:
-    """Names of hosts, and what each resolves to, first and later, or []; 127.0.0.2 to 127.0.0.9 count as public here."""
+    """Names of hosts, and what each resolves to, the first time and later, or []; 127.0.0.2 and on are public here."""
     resolve, known = socket.getaddrinfo, {}
 
     def getaddrinfo(host, *given, **more):

@@ -203,8 +203,13 @@ def _refusal(server: str, login: str) -> str | None:
     def ask() -> None:
         try:
             query: dict[str, Any] = {"query": "query Viewer { viewer { id } }"}
-            sent = dict(json=query, auth=("api", login), allow_redirects=False)  # which would take ~/.netrc along
-            answer = requests.post(f"{server}/graphql", timeout=SERVER_SEC, **sent)
+            answer = requests.post(
+                f"{server}/graphql",
+                json=query,
+                auth=("api", login),
+                timeout=SERVER_SEC,
+                allow_redirects=False,  # requests would send the password of ~/.netrc for the host that one names
+            )
         except requests.RequestException as error:
             outcome.append(f"cannot be reached ({type(error).__name__})")
             return
