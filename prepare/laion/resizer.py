@@ -43,12 +43,13 @@ def readable_by_opencv(content: bytes, keeps_bytes: bool) -> bytes:
     try:
         with open_image(content) as image:
             is_jpeg = image.format in ("JPEG", "MPO")
-            is_plain = conversion_of(image) is None and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+            is_upright = keeps_bytes or image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+            is_kept = is_jpeg and is_upright and (keeps_bytes or conversion_of(image) is None)
     except SampleError:
         raise
     except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
         raise SampleError("truncated or damaged image") from error
-    if is_jpeg and (keeps_bytes or is_plain):
+    if is_kept:
         return content
     file = io.BytesIO()
     Image.fromarray(decode_image(content).permute(1, 2, 0).numpy()).save(file, "BMP")
