@@ -629,6 +629,11 @@ def test_reports_open_no_file_of_a_run_themselves():
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
                 called = {ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
-                if any(re.fullmatch(r"open|json\.loads?|.*\.(open|read_text|read_bytes)", name) for name in called):
+                if any(
+                    re.fullmatch(
+                        r"open(_regular)?|read_(regular|json)|json\.loads?|.*\.(open|read_text|read_bytes)", name
+                    )
+                    for name in called
+                ):
                     found.add(f"{path.name}:{function.name}")
     assert found == READS_ITSELF
