@@ -404,8 +404,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         began: seconds since 1970, when this start began; None: now.
     """
     began = began or time.time()
-    if dist.get_local_rank() < torch.cuda.device_count():
-        # Before anything asks the driver, so that no rank opens a context on the first GPU.
+    if dist.get_local_rank() < torch.cuda.device_count():  # before a rank opens a context on the first GPU
         torch.cuda.set_device(dist.get_local_rank())
     command_line, debug, resolved = parse_command_line(argv, ALIASES), False, None
     sys.argv[1:] = map(masking.masked, sys.argv[1:])  # W&B keeps them
