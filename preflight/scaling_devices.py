@@ -65,13 +65,20 @@ CARDS = {
     "B200": Card("mlperf_b200_v50", "nvlink5", "infiniband_ndr", flux="flux_b200"),
     "GB200": Card("mlperf_gb200", "nvlink5", "infiniband_ndr", 72, "flux_gb200"),
 }
-"""Part of a device's name -> the card."""
+NAMES = {
+    "NVIDIA A100-SXM4-40GB": "A100",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    "NVIDIA B200": "B200",
+    "NVIDIA GB200": "GB200",
+}
+"""A device's name -> the card, whose series and links are those of SXM modules: an H100 NVL or PCIe is another one."""
 
 
 def card_of(device: str) -> str | None:
-    """Return the name of the card that a device's name has as a whole word; None: none known. GH200 is no H200."""
-    words = re.findall(r"[A-Za-z0-9]+", device)
-    return next((name for name in CARDS if name in words), None)
+    """Return the name of a device's card; None: none known."""
+    return NAMES.get(device)
 
 
 @dataclass(frozen=True)

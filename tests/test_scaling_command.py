@@ -314,11 +314,13 @@ def test_what_differs_between_the_record_and_the_run_is_named(run, tmp_path):
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA GB200", "GB200"),
         ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H100 PCIe", None),
         ("NVIDIA L40S", None),
         ("CPU AMD EPYC, 2 threads", None),
     ],
 )
-def test_a_card_is_a_whole_word_of_a_devices_name(device, card):
+def test_a_card_is_known_by_the_whole_name_of_a_device(device, card):
     assert devices.card_of(device) == card
 
 
