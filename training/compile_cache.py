@@ -26,8 +26,8 @@ def remove_unfinished_libraries() -> None:
     Inductor's lock of a library is taken meanwhile. One that is held is left alone: another process builds the library.
     """
     # torch's own default: https://docs.pytorch.org/docs/2.10/user_guide/torch_compiler/torch.compiler_faq.html
-    default = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default))
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    folder = Path(given or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
     for path in folder.rglob("*.so"):
         if _is_whole(path):
             continue
@@ -36,8 +36,8 @@ def remove_unfinished_libraries() -> None:
             with FileLock(folder / "locks" / f"{path.name.partition('.')[0]}.lock", timeout=0):
                 if not _is_whole(path):
                     path.unlink()
-                    given = f"{path} was cut off when an earlier process was killed"
-                    log.warning(f"compile: {given}. It is removed, and compiled again.", extra=EVERY_RANK)
+                    text = f"{path} was cut off when an earlier process was killed. It is removed, and compiled again."
+                    log.warning(f"compile: {text}", extra=EVERY_RANK)
 
 
 def _is_whole(library: Path) -> bool:
