@@ -172,6 +172,7 @@ def test_no_logger_is_forced(tmp_path):
         "config.yaml",
         "environment.json",
         "metrics.jsonl",
+        "page.html",
         "starts.jsonl",
         "summary.json",
     ]

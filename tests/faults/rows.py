@@ -77,12 +77,18 @@ def _each(whom: str) -> dict[str, str]:
 SAVED = r"SIGTERM: stopped after batch \d+; .* The same command resumes it\."
 STOPPED_TERM = dict.fromkeys(IN_FIT, SAVED)
 TERM_TO = dict(zip(EIGHT, ("1", "0", "1", "0", "all", "0", "0", "0"), strict=True))
-INT_TO = dict.fromkeys(EIGHT, "all")
+INT_TO = dict.fromkeys(
+    EIGHT, "all"
+)  # one after the other: the launcher's SIGTERM may come to a rank before its own SIGINT
 
 ROWS: dict[str, Row] = {
     **_signals("sigterm", signal.SIGTERM, {"target": "went on"}, STOPPED_TERM, TERM_TO),
     **_signals(
-        "sigint", signal.SIGINT, {"target": "went on"}, dict.fromkeys(IN_FIT, SAVED.replace("TERM", "INT")), INT_TO
+        "sigint",
+        signal.SIGINT,
+        {"target": "went on"},
+        dict.fromkeys(IN_FIT, SAVED.replace("TERM", "(INT|TERM)")),
+        INT_TO,
     ),
     **_signals("kill_rank_0", signal.SIGKILL, {}, {}, _each("0")),
     **_signals("kill_rank_1", signal.SIGKILL, {}, {}, _each("1")),
