@@ -55,7 +55,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NAMES = (
     "mlperf miniature evaluation data-and-stores configuration looking measuring checkpoints speed "
     "benchmarks weights video versions licences metrics sweeps comparing precision laion clusters "
-    "scaling launching health clouds faults"
+    "scaling launching health clouds faults amd"
 )
 
 
