@@ -330,20 +330,15 @@ def test_nvidias_figures_are_named_as_theirs_and_get_no_verdict():
     assert all(row[0].startswith("NVIDIA, ") for row in table.rows) and notes == []
     pairs = list(itertools.pairwise(table.rows))[::2]
     assert [(one[1], other[1], other[4]) for one, other in pairs] == [
-        ("A100", "H100", ratio) for ratio in ("1.910", "1.869", "1.633")
+        ("A100", "H100", ratio) for ratio in ("1.908", "1.847", "1.868", "1.804", "1.705", "1.636", "1.630")
     ]
     assert {other[5] for _, other in pairs} == {"none: no spread was published"}
 
 
 def test_nvidias_figures_a_card_follow_from_those_that_it_states():
-    [one, four, many] = json.loads((ROOT / "reports/nvidia_published.json").read_text())["rows"]
-    for card in ("A100", "H100"):
-        speeds = [row[SPEED][card] for row in (one, four, many)]
-        assert speeds[1] == pytest.approx(four["images_per_sec"][card] / four["num_devices"], abs=0.006)
-        stated = four["global_batches_per_sec"][card] * four["global_batch_size"]
-        assert stated == pytest.approx(four["images_per_sec"][card], rel=1e-3)
-        nodes = many["num_devices"] / one["num_devices"]
-        assert speeds[2] == pytest.approx(speeds[0] * many["times_one_node"][card] / nodes, abs=0.006)
+    for row in json.loads((ROOT / "reports/nvidia_published.json").read_text())["rows"]:
+        for card, speed in row[SPEED].items():
+            assert speed == pytest.approx(row["images_per_sec"][card] / row["num_devices"], abs=0.005)
 
 
 @pytest.mark.parametrize(

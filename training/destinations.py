@@ -157,7 +157,7 @@ class TensorboardLogger(Destination, composer.loggers.TensorboardLogger):
 
     def log_result(self, result: Mapping[str, Any]) -> None:
         """Write it with the hyperparameters, for the page HPARAMS."""
-        if self.writer is None:
+        if self.writer is None or self.writer.file_writer is None:
             return
         from torch.utils.tensorboard.summary import hparams
 

@@ -40,7 +40,7 @@ from zoo.lora import LoraConfig
 from zoo.mlperf_sd import SD, WARMUP_BATCHES
 from zoo.model_config import ModelConfig, own_frames
 from zoo.objectives import ObjectiveConfig
-from zoo.spec import MAX_FRAMES, MAX_SIDE_PX, Family, as_size
+from zoo.spec import MAX_FRAMES, MAX_SIDE_PX, as_size
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,9 @@ def resolve(config: Config) -> Config:
         samples=config.samples.resolved(batch),
         data=config.data.on_nodes(ranks.num_nodes()),
         precision=precision,
-        attention=speed.resolve_attention(config.attention, precision, has_mask=_has_mask(family, config.size)),
+        attention=speed.resolve_attention(
+            config.attention, precision, has_mask="mask" in family.columns("moments", config.size, stored_text=True)
+        ),
         device_train_microbatch_size=config.device_train_microbatch_size or batch // dist.get_world_size(),
         num_frames=config.size[2] if len(config.size) > 2 else None,
         model=dataclasses.replace(
@@ -195,10 +197,6 @@ def resolve(config: Config) -> Config:
         mlperf=config.mlperf.resolved(mlperf.logged_as(config.model.family, config.model.variant)),
         schedule=config.schedule.resolved(WARMUP_BATCHES if _is_sd(config) else 0),
     )
-
-
-def _has_mask(family: Family, size: Sequence[int]) -> bool:
-    return "mask" in family.columns("moments", size, stored_text=True)
 
 
 def name_without_time(config: RunConfig) -> str:

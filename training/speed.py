@@ -33,6 +33,7 @@ from training import fp8
 from training.blocks import checkpoint_blocks, denoiser_parts
 from training.compile_cache import remove_unfinished_libraries
 
+Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "xformers"]
 BACKEND = "inductor"  # tests that count graphs use aot_eager, which compiles no kernels
 BACK_ENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -66,7 +67,7 @@ class SpeedKeys:
     """Replay the compiled kernels from CUDA graphs; for small batches. Needs compile=whole."""
     channels_last: bool = False
     """Use NHWC tensors in and between convolutions."""
-    attention: Literal["auto", "flash", "cudnn", "efficient", "math", "xformers"] = "auto"
+    attention: Attention = "auto"
     """Attention kernel. auto: cudnn on an NVIDIA GPU that runs it, for a family without masks; else torch's choice."""
     gradient_checkpointing: float = limited(0.0, 0.0, 1.0)
     """Fraction of the denoiser's blocks that are recomputed in the backward pass, instead of keeping their activations. 0
@@ -156,7 +157,7 @@ def xformers_problem() -> str | None:
     return f"does not load: it is built for torch {built['torch']}, here is {torch.__version__}. Use attention=auto."
 
 
-def resolve_attention(attention: str, precision: str | None, *, has_mask: bool) -> str:
+def resolve_attention(attention: Attention, precision: str | None, *, has_mask: bool) -> Attention:
     """Return the attention kernel that `auto` stands for on this machine; `auto` itself stands for torch's choice.
 
     Args:
