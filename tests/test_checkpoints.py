@@ -499,6 +499,7 @@ def test_a_run_goes_on_only_as_it_began_and_all_that_differs_is_named(words_of, 
 def test_a_schedule_that_ends_with_the_run_keeps_its_duration(words_of, tmp_path, capsys):
     words = ["schedule.name=cosine", "save.every_images=8"]
     assert main(*words_of(tmp_path, "a", *words)) == 0
+    capsys.readouterr()
     assert refused(capsys, *words_of(tmp_path, "a", *words, "max_duration=9ba")) == (
         f"max_duration: 9ba, but {tmp_path}/a was begun with 4ba. A run resumes as it began: use that value, or another "
         f"run_name.\n"

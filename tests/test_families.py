@@ -295,7 +295,8 @@ def test_every_family_has_a_recipe_that_the_preset_alone_makes_one_for_a_cpu(mon
 
 @pytest.mark.usefixtures("quick_estimate")
 def test_what_a_trial_on_a_cpu_leaves_out_is_said_and_recorded(tmp_path, capsys):
-    words = [str(ROOT / "yamls/sdxl_1024_synthetic.yaml"), *TINY_RUN, "compile=off", "device_train_microbatch_size=8"]
+    (tmp_path / "recipe.yaml").write_text((ROOT / "yamls/sdxl_1024_synthetic.yaml").read_text() + "attention: cudnn\n")
+    words = [str(tmp_path / "recipe.yaml"), *TINY_RUN, "compile=off", "device_train_microbatch_size=8"]
     assert benchmark.main([*words, "max_duration=1ba", f"run_folder={tmp_path}", "run_name=a"]) == 0
     left = "attention=cudnn, cudnn_benchmark=true: left out, since model.preset=tiny has no GPU here\n"
     assert left in capsys.readouterr().err

@@ -499,7 +499,6 @@ def test_xformers_that_does_not_load_is_named_without_an_import(monkeypatch, tmp
 
 
 def test_what_a_gpu_lacks_for_an_attention_is_said(monkeypatch):
-    speed.attention_problem.cache_clear()
     monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: None)
     assert speed.attention_problem("xformers", "bf16", True).startswith("is not installed: it has no release for every")
     for attention in ("flash", "cudnn"):
@@ -537,8 +536,6 @@ def test_on_an_amd_gpu_miopen_is_told_of_channels_last(monkeypatch, hip):
 
 
 def test_a_back_end_that_fails_on_this_gpu_is_named_with_its_reason(monkeypatch):
-    speed.attention_problem.cache_clear()
-
     def fail(*_, **__):
         raise RuntimeError("no kernel image is available.\nCUDA kernel errors might be")
 

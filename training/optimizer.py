@@ -102,7 +102,7 @@ class ScheduleConfig:
                 found.append((f"schedule.{key}", text))
         return found
 
-    def resolved(self, warmup_batches: int) -> ScheduleConfig:
+    def resolved(self, warmup_batches: int | None) -> ScheduleConfig:
         """Use this warm-up if none is given."""
         is_given = (self.warmup_batches, self.warmup_images) != (None, None)
         return self if is_given else dataclasses.replace(self, warmup_batches=warmup_batches)

@@ -195,7 +195,7 @@ def resolve(config: Config) -> Config:
         optimizer=config.optimizer.resolved(SD.lr_per_image(batch) if wants_own_rate(config) else None, precision),
         ema=config.ema.resolved(),
         mlperf=config.mlperf.resolved(mlperf.logged_as(config.model.family, config.model.variant)),
-        schedule=config.schedule.resolved(WARMUP_BATCHES if _is_sd(config) else 0),
+        schedule=config.schedule.resolved(WARMUP_BATCHES if _is_sd(config) else None),
     )
 
 

@@ -169,7 +169,6 @@ def resolve_attention(attention: Attention, precision: str | None, *, has_mask: 
     return "auto" if attention_problem("cudnn", precision, is_gpu=True) else "cudnn"
 
 
-@functools.cache
 def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> str | None:
     """Say why an attention back-end is not possible here, or None. On a GPU it is tried on a small input."""
     if attention == "auto":
