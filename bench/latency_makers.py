@@ -114,7 +114,8 @@ def model_of(case: Case, *, as_torch_comes: bool = False) -> LatentDiffusion:
     Args:
         as_torch_comes: on a CPU, without what a command of ours sets for its process.
     """
-    config = ModelConfig(*family_of(case.variant, case.preset))
+    # As in diffusers' pipeline, which is on the other side: its autoencoder computes in the pipeline's own type.
+    config = ModelConfig(*family_of(case.variant, case.preset), vae_precision="run")
     model = build_model(
         config,
         ObjectiveConfig(),
