@@ -131,9 +131,9 @@ class Losses:
         kept = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
         text = (
             f"loss: {loss} in batch {batch} (counted from 0), first seen on {where}. The run stops before anything of this "
-            f"batch is kept; {kept}. Run it with optimizer.lr=1e-30, under another run_name. If that stops at the same "
-            f"batch, the cause is a sample or the network; precision=fp32 excludes rounding. If not, training diverges: "
-            f"lower optimizer.lr, set optimizer.clip_norm=1, or use precision=bf16 instead of fp16."
+            f"batch is kept; {kept}. If training diverges, lower optimizer.lr, set optimizer.clip_norm=1, or use "
+            f"precision=bf16 instead of fp16. If a run with optimizer.lr=1e-30 and another run_name stops at the same batch, "
+            f"the cause is a sample or the network."
         )
         alert(self._loggers, "loss is not finite", text)
         raise ValueError(text)

@@ -91,10 +91,10 @@ def is_held(lock: Path) -> bool:
     try:
         with open(lock, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:  # there is none, or it cannot be opened, which is told where it is needed
+        return False
     return False
 
 

@@ -228,19 +228,28 @@ def recorded(tmp_path) -> tuple[dict[str, str], Callable[[], list[list[str]]]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
-def test_a_value_of_several_lines_is_a_value_and_no_code_of_the_shell(recorded, tmp_path):
+def test_a_value_is_no_code_of_the_shell_and_one_of_several_lines_is_refused(recorded, tmp_path):
     environment, words = recorded
-    own = {"DGXNGPU": "8", "BATCHSIZE": "32", "MLPERF_SUBMISSION_ORG": f"Us{LINES}", "SEED": "7", "NEMOLOGS": "/runs"}
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch/run_and_time.sh"), "data.remote=sftp://user:hunter2@host/x"],
-        env={**environment, **own},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    own = {"DGXNGPU": "8", "BATCHSIZE": "32", "SEED": "7", "NEMOLOGS": "/runs"}
+
+    def launched(org: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(ROOT / "launch/run_and_time.sh"), "data.remote=sftp://user:hunter2@host/x"],
+            env={**environment, **own, "MLPERF_SUBMISSION_ORG": org},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    done = launched(f"Us{LINES}")
+    assert done.returncode == 2 and not (tmp_path / "words").exists(), done
+    assert "mlperf.org is " in done.stderr
+    assert "Possible: a text without control characters and line ends or null." in done.stderr
+    line = "Us $(touch broken_out) `touch broken_out` '; touch broken_out; '"
+    done = launched(line)
     assert done.returncode == 0, done
     train, score = words()
-    assert f"mlperf.org=Us{LINES}" in train and score[-2:] == ["eval.py", "/runs/mlperf-7"]
+    assert f"mlperf.org={line}" in train and score[-2:] == ["eval.py", "/runs/mlperf-7"]
     assert train[-1] == "data.remote=sftp://user:hunter2@host/x"  # the ranks need it
     assert not (ROOT / "broken_out").exists() and "RESULT,stable_diffusion," in done.stdout
 
