@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 import pytest
@@ -85,14 +84,18 @@ def test_moments_and_training_know_each_others_encoders(published, stage, tmp_pa
 
 
 def test_random_text_encoders_are_those_of_transformers_4_number_for_number():
-    """Of its 4.57.6 is the digest. Its successor draws in another order: runs with random encoders would be other ones."""
+    """Its successor draws in another order: runs with random encoders would be other ones.
+
+    The sum is that of 4.57.6, weighted by place. Without AVX2 torch's normal numbers differ in their last bits.
+    """
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = CLIPTextConfig(vocab_size=1000, bos_token_id=0, eos_token_id=1, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model = build_text_model(config)
         drawn_next = torch.rand(1).item()
-    digest = hashlib.sha256()
-    for name, value in sorted(model.named_parameters()):
-        digest.update(name.encode() + value.detach().numpy().tobytes())
-    assert digest.hexdigest()[:16] == "433c5310929f50ee" and drawn_next == pytest.approx(0.2904285192489624, abs=0)
+    weighted = 0.0
+    for place, (_, value) in enumerate(sorted(model.named_parameters()), 1):
+        weights = torch.linspace(1, 2, value.numel(), dtype=torch.float64)
+        weighted += place * (value.detach().double().flatten() * weights).sum().item()
+    assert weighted == pytest.approx(6823.852140101677, rel=1e-5) and drawn_next == 0.2904285192489624

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, cost_made_up, started, tree
+from conftest import ROOT, cost_made_up, started, tree, unpack_older_run
 from hub_server import TOKEN, Hub
 from PIL import Image
 from torch import nn
@@ -271,8 +270,7 @@ def test_the_newest_snapshot_one_by_name_and_a_full_checkpoint_are_taken(run, ch
 
 
 def test_a_run_of_an_older_version_is_exported(tmp_path):
-    with tarfile.open(ROOT / "tests/golden/run_of_before.tar.xz") as tar:
-        tar.extractall(tmp_path, filter="data")
+    unpack_older_run(tmp_path)
     out = exported(tmp_path / "of_before", tmp_path / "out")
     facts = json.loads((out / "export.json").read_text())
     assert facts["images"] == 8 and facts["encoders"] == "random"

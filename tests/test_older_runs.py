@@ -13,7 +13,7 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, unpack_older_run
 from streaming import StreamingDataset
 
 import benchmark
@@ -38,8 +38,7 @@ def absolute_sum(content) -> float:
 
 @pytest.mark.timeout(60, func_only=True)
 def test_a_run_that_an_older_version_began_ends_as_it_would_have_there(tmp_path, monkeypatch, capsys):
-    with tarfile.open(ROOT / "tests/golden/run_of_before.tar.xz") as tar:
-        tar.extractall(tmp_path / "runs", filter="data")
+    unpack_older_run(tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     assert benchmark.main(KEYS) == 0
     out, err = capsys.readouterr()
