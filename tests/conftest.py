@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import hashlib
 import io
 import json
 import logging
@@ -53,7 +52,7 @@ def unpack_older_run(folder: Path) -> None:
     import torch
 
     drawn = torch.randn(1000, generator=torch.Generator().manual_seed(5))
-    if hashlib.sha256(drawn.numpy().tobytes()).hexdigest()[:16] != "3c9134555a6f73c1":
+    if abs(drawn.double().abs().sum().item() - 748.908322555) > 1e-6:  # without AVX2 it is 748.908326581
         pytest.skip(f"torch's normal numbers differ in their last bits ({torch.backends.cpu.get_cpu_capability()})")
     with tarfile.open(ROOT / "tests/golden/run_of_before.tar.xz") as tar:
         tar.extractall(folder, filter="data")
