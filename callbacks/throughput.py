@@ -66,11 +66,8 @@ PEAK_TFLOPS = {
     "NVIDIA GB200": _GB200,
     "NVIDIA GB300": _GB200,
     "AMD Instinct MI300X": _MI300X,
-    "AMD Instinct MI300X VF": _MI300X,  # in a virtual machine
     "AMD Instinct MI325X": _MI300X,  # the same compute units, with more memory
-    "AMD Instinct MI325X VF": _MI300X,
     "AMD Instinct MI355X": {"bf16": 2516.6, "fp16": 2516.6, "fp32": 157.3},  # CDNA 4 has no TF32
-    "AMD Instinct MI355X VF": {"bf16": 2516.6, "fp16": 2516.6, "fp32": 157.3},
 }
 
 

@@ -104,11 +104,6 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def but_for_shared_memory(said: str) -> str:
-    """What was said, without what other runs on this machine have left in its shared memory."""
-    return "".join(line for line in said.splitlines(keepends=True) if not line.startswith("shared memory: "))
-
-
 @contextlib.contextmanager
 def started(*command: str, output: int = subprocess.DEVNULL, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """A command in the project's root with this interpreter's programs first on the PATH, in a session of its own.

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer import Time, Timestamp
-from conftest import ROOT, TINY_RUN, but_for_shared_memory, tree
+from conftest import ROOT, TINY_RUN, tree
 
 import benchmark
 from callbacks.run_record import RunRecord
@@ -248,13 +248,13 @@ def test_a_finished_run_says_so_and_repeats_its_result(words_of, whole, capsys):
     assert main(*words_of(whole, "whole", "max_duration=10ba")) == 0
     told = capsys.readouterr()
     finished = f"run_name: {whole}/whole is finished (max_duration=10ba); a longer one would resume it.\n"
-    assert but_for_shared_memory(told.err) == finished
+    assert told.err == finished
     summary = json.loads((whole / "whole" / "summary.json").read_text())
     assert told.out.startswith(f"images_per_sec={summary['images_per_sec']} ") and told.out.count("\n") == 1
     for shorter in ("6ba", "80sp"):  # the same in other units, too
         before = tree(whole / "whole")
         assert main(*words_of(whole, "whole", f"max_duration={shorter}")) == 0
-        assert but_for_shared_memory(capsys.readouterr().err) == finished
+        assert capsys.readouterr().err == finished
         assert tree(whole / "whole") == before
 
 
@@ -372,7 +372,7 @@ def test_a_record_that_lost_its_history_is_said_at_the_start_and_marked_in_every
     capsys.readouterr()
     assert main(*words_of(tmp_path, "a", "max_duration=6ba")) == 0
     told = "it was cut, or is a copy of before. summary.json will say so (history_lost)."
-    assert but_for_shared_memory(capsys.readouterr().err).splitlines()[1:3] == [
+    assert capsys.readouterr().err.splitlines()[1:3] == [
         f"run_name: {folder}/starts.jsonl has 0 of 1 starts: {told}",
         f"run_name: {folder}/metrics.jsonl has 1 of 2 lines: {told}",
     ]
@@ -468,7 +468,7 @@ def test_synthetic_runs_write_no_checkpoint_unless_asked(tmp_path):
 
 def refused(capsys, *words: str) -> str:
     assert main(*words) == 2
-    return but_for_shared_memory(capsys.readouterr().err)
+    return capsys.readouterr().err
 
 
 @pytest.fixture
@@ -650,7 +650,7 @@ def test_a_folder_that_another_process_trains_in_is_refused(words_of, begun, cap
 
     with FileLock(begun / "a" / ".lock"):
         assert main(*words_of(begun, "a", "max_duration=12ba")) == 1  # a new start finds the other one ended
-        assert but_for_shared_memory(capsys.readouterr().err) == (
+        assert capsys.readouterr().err == (
             f"run_name: another process is training in {begun}/a. Wait for it, or take another run_name.\n"
         )
 
@@ -670,7 +670,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_stops_the_run_with_the_
     sync = os.fsync  # of the run's record, too
     monkeypatch.setattr(os, "fsync", lambda at: full_disk(None) if is_checkpoint(at) else sync(at))
     assert main(*words_of(begun, "a", "max_duration=12ba", "save.snapshot_every_images=0")) == 1
-    said = but_for_shared_memory(capsys.readouterr().err)
+    said = capsys.readouterr().err
     text = said.rstrip("\n").splitlines()[-1]
     assert "Traceback" not in said
     named = re.escape(f"checkpoints: {begun}/a/checkpoints/full-ba000000000012")

@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from conftest import but_for_shared_memory, tree
+from conftest import tree
 from test_checkpoints import newest, same_training, summary_of
 
 import benchmark
@@ -61,7 +61,7 @@ def read(client, address: str, name: str) -> bytes:
 def refused(capsys, *words: str) -> str:
     capsys.readouterr()
     assert main(*words) == 2
-    return but_for_shared_memory(capsys.readouterr().err)
+    return capsys.readouterr().err
 
 
 def record_of(folder: Path) -> dict[str, bytes]:

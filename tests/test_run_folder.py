@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import but_for_shared_memory
 from mlperf_fixture import curves, write_run
 from test_checkpoints import newest, same_training
 
@@ -212,7 +211,7 @@ def test_what_is_broken_is_named_by_a_start_before_anything_is_built(
     folder = shutil.copytree(short, tmp_path / "run")
     damage(folder, what, how, 0)
     assert benchmark.main(short_words(miniature, tmp_path, "max_duration=6ba")) == 2
-    assert but_for_shared_memory(capsys.readouterr().err) == SAID[what, how].format(folder / what) + "\n"
+    assert capsys.readouterr().err == SAID[what, how].format(folder / what) + "\n"
 
 
 @pytest.mark.parametrize("what", ["summary.json", "starts.jsonl"])
@@ -222,7 +221,7 @@ def test_and_by_eval_before_anything_is_scored(short, tmp_path, capsys, monkeypa
     (folder / what).write_text("[1]\n")
     assert eval_command.main([str(folder)]) == 2
     how = SAID["summary.json", "a list"] if what == "summary.json" else SAID["metrics.jsonl", "a list"]
-    assert but_for_shared_memory(capsys.readouterr().err) == how.format(folder / what) + "\n"
+    assert capsys.readouterr().err == how.format(folder / what) + "\n"
 
 
 def test_a_snapshot_without_identity_is_named_by_eval(short, tmp_path, capsys):
@@ -232,7 +231,7 @@ def test_a_snapshot_without_identity_is_named_by_eval(short, tmp_path, capsys):
     path = write(path.parent, path.name[:22], {key: kept for key, kept in read(path).items() if key != "identity"})
     assert eval_command.main([str(folder)]) == 2
     given = f"{path}: its identity is not what a snapshot has. It was not written by this program: remove it."
-    assert but_for_shared_memory(capsys.readouterr().err).splitlines()[-1] == given
+    assert capsys.readouterr().err.splitlines()[-1] == given
 
 
 @pytest.fixture(scope="module")

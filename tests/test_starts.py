@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from conftest import ROOT, TINY_RUN, but_for_shared_memory, tree
+from conftest import ROOT, TINY_RUN, tree
 from filelock import FileLock
 
 import benchmark
@@ -41,7 +41,7 @@ def everything(folder: Path) -> dict[str, bytes | None]:
 
 def refused(capsys, *words: str, code: int = 2) -> str:
     assert benchmark.main(list(words)) == code
-    said = but_for_shared_memory(capsys.readouterr().err)
+    said = capsys.readouterr().err
     assert "Traceback" not in said
     return said
 
