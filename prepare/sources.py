@@ -125,19 +125,22 @@ def read_source(
 ) -> Iterator[Sample]:
     """Yield the samples of a tar or a folder of files in order, see `Source.read`.
 
-    A key's files have to be adjacent in a tar, as img2dataset writes them. `names`: of a folder's files those to read.
+    A key's files have to be adjacent in a tar, as img2dataset writes them: what else lies apart is ignored, and is a fault
+    of the tar. `names`: of a folder's files those to read.
     """
     wanted = None if taken is None else {name.partition(":")[0] for name in taken.names} | ALWAYS
     files = _tar_files(source, wanted, ignore) if source.is_file() else _folder_files(source, wanted, ignore, names)
     parts: dict[str, frozenset[str]] = {}
     kinds: dict[frozenset[str], frozenset[str]] = {}  # a tar may have millions of keys with the same parts
+    is_scattered = False
     for key, of_key in itertools.groupby(_checked(files, str(source)), operator.itemgetter(0)):
-        sample, not_read = Sample(key), []
+        sample, not_read, names_read = Sample(key), [], []
         try:
             for _, part, name, content in of_key:
                 if content is None:
                     not_read.append(name)
                     continue
+                names_read.append(name)
                 if part in sample.files:  # another sample with the same key: it will be reported as a duplicate
                     yield sample
                     sample = Sample(key)
@@ -147,14 +150,19 @@ def read_source(
                 yield sample
             raise
         for name in not_read:
-            ignore(name, None if sample.files else "belongs to no sample")
+            ignore(name, None if sample.files else NOT_ADJACENT if key in parts else "belongs to no sample")
         if not sample.files:
             continue
         if key in parts and not parts[key] & sample.files.keys():
-            sample.problem = NOT_ADJACENT
+            is_scattered = True
+            for name in names_read:
+                ignore(name, NOT_ADJACENT)
+            continue
         of_sample = parts.get(key, frozenset()).union(sample.files)
         parts[key] = kinds.setdefault(of_sample, of_sample)
         yield sample
+    if is_scattered:
+        raise SourceError(NOT_ADJACENT)
     if not parts:
         raise SourceError(EMPTY)
 

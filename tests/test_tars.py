@@ -205,10 +205,24 @@ def test_a_tar_whose_images_and_captions_lie_apart_says_how_to_repack_it(tmp_pat
     assert make(tmp_path / "in.tar", tmp_path / "out") == 1
     assert skipped(tmp_path / "out" / "skipped.jsonl") == [
         *(("in.tar", f"{n}", "missing caption") for n in range(3)),
-        *(("in.tar", f"{n}", NOT_ADJACENT) for n in range(3)),
+        *(("in.tar", f"{n}.txt", NOT_ADJACENT) for n in range(3)),
+        ("in.tar", None, NOT_ADJACENT),
     ]
     said = capsys.readouterr().out.splitlines()[-1]
-    assert "files of one key are not adjacent; repack with tar --sort=name: 3, missing caption: 3" in said
+    assert said.startswith("found 3 samples, wrote 0, skipped 3 (missing caption: 3); sources with a fault: 1 (files of")
+    assert "repack with tar --sort=name: 1)" in said
+
+
+@pytest.mark.parametrize("late", ["txt", "json"])
+def test_a_tar_with_one_file_apart_is_written_without_it_and_ends_with_1(tmp_path, capsys, late):
+    files = {f"{n}.{suffix}": content for n in range(3) for suffix, content in sample_files(n).items()}
+    files["1." + late] = files.pop("1." + late)
+    (tmp_path / "in.tar").write_bytes(tar_of(files))
+    assert make(tmp_path / "in.tar", tmp_path / "out") == 1
+    num = {"txt": 2, "json": 3}[late]
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith(f"found 3 samples, wrote {num}, skipped {3 - num}") and NOT_ADJACENT in said
+    assert ("in.tar", f"1.{late}", NOT_ADJACENT) in skipped(tmp_path / "out" / "skipped.jsonl")
 
 
 def test_a_folders_key_ends_at_the_last_dot_and_a_tars_at_the_first(tmp_path, capsys):
