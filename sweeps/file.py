@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from cli.command_line import RENAMED, Assignment, CommandLine, leaves, parse_command_line, read_yaml
+from cli.command_line import RENAMED, Assignment, CommandLine, leaves, parse_command_line, read_value, read_yaml
 from cli.errors import ConfigError
 from cli.files import read_regular
 from cli.limits import file_problem, given_as, kind_of_path, limited, shown
@@ -224,12 +224,22 @@ def _is_size(value: Any) -> bool:
 
 
 def as_word(value: Any) -> str:
-    """Return a value as it stands after `key=` on a command line."""
+    """Return a value as it stands after `key=` on a command line: a text that YAML reads as something else in quotes."""
     if isinstance(value, list | dict):
         return json.dumps(value)
+    if isinstance(value, str):
+        return value if _is_text(value) else json.dumps(value, ensure_ascii=False)
     return (
         {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
     )
+
+
+def _is_text(word: str) -> bool:
+    """True if a command line reads a word as the text that it is."""
+    try:
+        return bool(word.strip()) and read_value(word) == word
+    except Exception:  # the YAML reader's own exceptions, of several unrelated classes
+        return False
 
 
 # --- names ---

@@ -27,6 +27,7 @@ from cli.errors import ConfigError, Refused
 from data import DataConfig
 from record import processes
 from stages.mixture import StreamConfig
+from cli.command_line import parse_command_line
 from sweeps import file, pictures, points, running, table
 from sweeps.state import OK, STALE, State
 from training.run_config import RunConfig
@@ -155,6 +156,15 @@ def test_all_problems_of_all_points_are_said_at_once_and_each_once(tmp_path):
     assert precision.startswith("sede-1_lr-0.1_precision-tf32 and 3 more runs: precision: tf32 needs a GPU.")
     one, given = "sede-1_lr-fast_precision-fp32 and 3 more runs", f"{where}: optimizer.lr is 'fast'"
     assert lr == f"{one}: {given}. Possible: a number or null."
+
+
+@pytest.mark.parametrize("text", ["null", "true", "0123", "1e-4", "[1]", "a #b", "runs/a b", "${seed}", "'", "'x'", " a", ""])
+def test_a_text_in_quotes_stays_a_text_on_the_runs_command_line(tmp_path, text):
+    sweep = read(tmp_path, f"matrix: {{loggers.wandb.project: [{json.dumps(text)}]}}\n")
+    [values] = sweep.points.values()
+    word = f"key={file.as_word(values['loggers.wandb.project'])}"
+    [at] = parse_command_line([word], {}).assignments
+    assert at.value == text
 
 
 def test_two_points_of_one_identity_are_refused_with_both_names(tmp_path):
