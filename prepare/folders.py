@@ -6,7 +6,6 @@ The files of a key lie in one part, and a part depends on the folder alone, not 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -43,8 +42,8 @@ class FolderPart(Source):
 
 def cut_folder(path: Path) -> list[Source]:
     """Cut a folder into parts. Raises OSError: it cannot be read."""
-    with os.scandir(path) as entries:
-        sizes = {entry.name: entry.stat().st_size if entry.is_file() else 0 for entry in entries if not entry.is_dir()}
+    files = (file for file in path.iterdir() if not file.is_dir())  # a link to itself is neither
+    sizes = {file.name: file.stat().st_size if file.is_file() else 0 for file in files}
     parts: list[dict[str, int]] = [{}]
     num_samples = num_bytes = 0
     names = sorted(sizes, key=lambda name: (PurePosixPath(name).stem, name))

@@ -263,8 +263,7 @@ class Lines(Table):
                 )
             else:
                 check_columns(self.header, taken)
-                rows = csv.reader(map(_decoded, lines), delimiter=self.delimiter)
-                named = (self._csv_row(row) for row in rows if row)
+                named = (self._csv_row(row) for row in _csv_rows(lines, self.delimiter) if row)
                 yield from self.named_rows(named, taken, files, self.first)
 
     def _csv_row(self, row: Sequence[str]) -> tuple[dict[str, Any], str | None]:
@@ -349,6 +348,26 @@ def _decoded(line: bytes) -> str:
     return line.decode("utf-8", "surrogateescape")  # told of the value that it stands in
 
 
+def _csv_rows(lines: Iterable[bytes], delimiter: str) -> Iterator[list[str]]:
+    """Yield the rows of a CSV file's lines. Raises SourceError: the last one has taken others into a quote without an end."""
+    of_row: list[str] = []
+
+    def noted() -> Iterator[str]:
+        for line in map(_decoded, lines):
+            of_row.append(line)
+            yield line
+
+    for row in csv.reader(noted(), delimiter=delimiter):
+        if len(of_row) > 1:
+            try:
+                next(csv.reader(of_row, delimiter=delimiter, strict=True))
+            except csv.Error as error:
+                if "end of data" in str(error):
+                    raise SourceError(f"a quote is not closed in its last {len(of_row):,} lines") from error
+        yield row
+        of_row.clear()
+
+
 def _header(file: BinaryIO, path: Path) -> tuple[tuple[str, ...], str]:
     """Read the first line of a CSV file: its columns, and its delimiter, which is the one that stands there most often."""
     line = file.readline(MAX_LINE_BYTES)
@@ -358,7 +377,11 @@ def _header(file: BinaryIO, path: Path) -> tuple[tuple[str, ...], str]:
         again = f"iconv -f LATIN1 -t UTF-8 {path} > NEW.csv, with the name of its encoding"
         raise ValueError(f"SOURCE: {path} is not UTF-8 in its first line. Possible: UTF-8. Run: {again}") from error
     delimiter = max(DELIMITERS, key=text.count)
-    header = tuple(next(csv.reader([text], delimiter=delimiter), ()))
+    try:
+        header = tuple(next(csv.reader([text], delimiter=delimiter), ()))
+    except csv.Error as error:  # its lines end with CR alone, or it is no table
+        again = f"tr '\\r' '\\n' < {path} > NEW.csv, if its lines end with CR alone"
+        raise ValueError(f"SOURCE: {path} cannot be read in its first line: {error}. Possible: CSV. Run: {again}") from error
     if twice := [name for name in header if name and header.count(name) > 1]:
         raise ValueError(f"SOURCE: {path} has two columns {twice[0]}. Give them different names in its first line.")
     return header, delimiter

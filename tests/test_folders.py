@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from conftest import picture, sample_files, tree
-from test_prepare import rows
+from test_prepare import rows, skipped
 
 from prepare import folders, shards
 from prepare.folders import cut_folder
@@ -72,6 +73,21 @@ def test_a_stopped_command_resumes_within_a_folder(tmp_path, by_ten, monkeypatch
     assert shards.main([str(source), str(out), "workers=1"]) == 0
     assert "1 of 3 parts are done already, the work continues" in capsys.readouterr().out
     assert len(rows(out)) == 25
+
+
+def test_links_that_lead_nowhere_and_pipes_cost_their_own_sample_alone(tmp_path):
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    for name in ("good", "loop", "gone", "pipe"):
+        (source / f"{name}.txt").write_text("a caption")
+    (source / "good.png").write_bytes(picture(1))
+    (source / "loop.png").symlink_to("loop.png")
+    (source / "gone.png").symlink_to("nowhere")
+    os.mkfifo(source / "pipe.png")
+    assert shards.main([str(source), str(out)]) == 0
+    assert [row["key"] for row in rows(out)] == ["good"]
+    reasons = {(name, reason) for _, name, reason in skipped(out / "skipped.jsonl")}
+    assert {(f"{name}.png", "is no plain file") for name in ("loop", "gone", "pipe")} <= reasons
 
 
 def test_files_of_no_sample_make_no_part_and_a_large_sample_ends_one(tmp_path, monkeypatch):

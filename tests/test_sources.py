@@ -254,6 +254,23 @@ def test_broken_rows_of_a_csv_file(tmp_path, capsys):
     assert "sources with a fault: 2 (cannot be read to its end: 1, has no sample: 1)" in capsys.readouterr().out
 
 
+def test_rows_in_a_quote_that_is_not_closed_are_a_fault_of_the_csv_file(tmp_path):
+    write_pictures(tmp_path, 1)
+    (tmp_path / "t.csv").write_bytes(
+        b'image,caption\nimg/0.jpg,one\nimg/0.jpg,"two\nlines"\nimg/0.jpg,"three\nimg/0.jpg,four\n'
+    )
+    assert make(tmp_path / "t.csv", tmp_path / "out") == 1
+    assert [row["caption"] for row in rows(tmp_path / "out")] == ["one", "two\nlines"]
+    said = "a quote is not closed in its last 2 lines"
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == [("t.csv", None, said)]
+
+
+def test_a_csv_file_whose_lines_end_with_a_carriage_return_alone_is_refused_in_a_line(tmp_path, capsys):
+    (tmp_path / "t.csv").write_bytes(b"image,caption\rimg/0.jpg,one\r")
+    assert make(tmp_path / "t.csv", tmp_path / "out") == 2
+    assert f"SOURCE: {tmp_path / 't.csv'} cannot be read in its first line" in capsys.readouterr().err
+
+
 def test_several_captions_of_a_row_are_kept_where_they_are_a_list_or_are_asked_for(tmp_path):
     paths = write_pictures(tmp_path, 3)
     lists = [{"image": p, "captions": [f"a{n}", "", None, f"b{n} "]} for n, p in enumerate(paths)]
