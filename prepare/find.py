@@ -8,13 +8,13 @@ hf://datasets/...     on the hub; also OWNER/NAME where there is no such folder 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from cli.errors import Refused
+from cli.files import read_json
 from cli.log import log
 from prepare.folders import SUFFIXES, cut_folder
 from prepare.hub_datasets import HUB, HUB_NAME, HubKeys, find_split
@@ -118,9 +118,10 @@ def _tables(folder: Path) -> list[Path]:
     """Return a folder's tables of the first kind that it has."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is none
         # As save_to_disk of `datasets` writes it; other Arrow files there are its caches.
-        state = json.loads((folder / "state.json").read_bytes())
+        state = read_json(folder / "state.json")
         return [folder / entry["filename"] for entry in state["_data_files"]]
-    kinds = (sorted(folder.glob(f"*{suffix}")) for suffix in (*COLUMNAR, *LINES))
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    kinds = ([file for file in files if file.name.endswith(suffix)] for suffix in (*COLUMNAR, *LINES))
     return next((tables for tables in kinds if tables), [])
 
 

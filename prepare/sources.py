@@ -20,7 +20,7 @@ from cli.errors import Failed, Refused
 from prepare.counts import EMPTY
 from prepare.objects import Objects, StoreObject
 from prepare.parts import GO_ON
-from prepare.samples import Sample, SourceError, Taken, column_of
+from prepare.samples import VIDEO_SUFFIXES, Sample, SourceError, Taken, column_of
 from prepare.tars import MAX_MEMBER_BYTES, TarStream, is_tar, open_tar
 
 MOMENTS_SUFFIX = "npy"
@@ -205,7 +205,7 @@ def _folder_files(
         problem = None if path.suffix[1:] else NO_NAME
         if not path.is_file():
             problem = "is no plain file"
-        elif wanted is None and path.stat().st_size > MAX_MEMBER_BYTES:
+        elif (wanted is None or not _is_video(path)) and path.stat().st_size > MAX_MEMBER_BYTES:
             problem = f"has more than {MAX_MEMBER_BYTES // 2**20} MiB"
         if problem is not None:
             ignore(path.name, problem)
@@ -213,3 +213,7 @@ def _folder_files(
         part = column_of(path.suffix[1:])
         is_wanted = wanted is None or part in wanted
         yield path.stem, part, path.name, path.read_bytes() if is_wanted else None
+
+
+def _is_video(path: Path) -> bool:
+    return path.suffix[1:].lower() in VIDEO_SUFFIXES

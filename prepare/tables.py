@@ -381,7 +381,9 @@ def _header(file: BinaryIO, path: Path) -> tuple[tuple[str, ...], str]:
         header = tuple(next(csv.reader([text], delimiter=delimiter), ()))
     except csv.Error as error:  # its lines end with CR alone, or it is no table
         again = f"tr '\\r' '\\n' < {path} > NEW.csv, if its lines end with CR alone"
-        raise ValueError(f"SOURCE: {path} cannot be read in its first line: {error}. Possible: CSV. Run: {again}") from error
+        raise ValueError(
+            f"SOURCE: {path} cannot be read in its first line: {error}. Possible: CSV. Run: {again}"
+        ) from error
     if twice := [name for name in header if name and header.count(name) > 1]:
         raise ValueError(f"SOURCE: {path} has two columns {twice[0]}. Give them different names in its first line.")
     return header, delimiter

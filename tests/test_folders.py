@@ -90,6 +90,20 @@ def test_links_that_lead_nowhere_and_pipes_cost_their_own_sample_alone(tmp_path)
     assert {(f"{name}.png", "is no plain file") for name in ("loop", "gone", "pipe")} <= reasons
 
 
+def test_a_caption_that_claims_gigabytes_is_not_read_and_a_pipe_is_no_table(tmp_path, capsys):
+    source, out = write_folder(tmp_path / "in", 2), tmp_path / "out"
+    with open(source / "0000.txt", "r+b") as file:
+        file.truncate(2**35)
+    assert shards.main([str(source), str(out)]) == 0
+    assert [row["key"] for row in rows(out)] == ["0001"]
+    assert ("0000.txt", "has more than 256 MiB") in [line[1:] for line in skipped(out / "skipped.jsonl")]
+    tmp_path.joinpath("tables").mkdir()
+    for name in ("a.csv", "state.json"):
+        os.mkfifo(tmp_path / "tables" / name)
+    assert shards.main([str(tmp_path / "tables"), str(tmp_path / "none")]) == 2
+    assert "holds neither tars nor images nor tables" in capsys.readouterr().err
+
+
 def test_files_of_no_sample_make_no_part_and_a_large_sample_ends_one(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "SAMPLES_PER_PART", 2)
     monkeypatch.setattr(folders, "BYTES_PER_PART", 100)

@@ -23,11 +23,11 @@ from conftest import ROOT, TINY_RUN, run, started
 from matplotlib import pyplot
 
 import sweep as command
+from cli.command_line import parse_command_line
 from cli.errors import ConfigError, Refused
 from data import DataConfig
 from record import processes
 from stages.mixture import StreamConfig
-from cli.command_line import parse_command_line
 from sweeps import file, pictures, points, running, table
 from sweeps.state import OK, STALE, State
 from training.run_config import RunConfig
@@ -158,7 +158,9 @@ def test_all_problems_of_all_points_are_said_at_once_and_each_once(tmp_path):
     assert lr == f"{one}: {given}. Possible: a number or null."
 
 
-@pytest.mark.parametrize("text", ["null", "true", "0123", "1e-4", "[1]", "a #b", "runs/a b", "${seed}", "'", "'x'", " a", ""])
+@pytest.mark.parametrize(
+    "text", ["null", "true", "0123", "1e-4", "[1]", "a #b", "runs/a b", "${seed}", "'", "'x'", " a", ""]
+)
 def test_a_text_in_quotes_stays_a_text_on_the_runs_command_line(tmp_path, text):
     sweep = read(tmp_path, f"matrix: {{loggers.wandb.project: [{json.dumps(text)}]}}\n")
     [values] = sweep.points.values()

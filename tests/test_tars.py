@@ -209,7 +209,9 @@ def test_a_tar_whose_images_and_captions_lie_apart_says_how_to_repack_it(tmp_pat
         ("in.tar", None, NOT_ADJACENT),
     ]
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith("found 3 samples, wrote 0, skipped 3 (missing caption: 3); sources with a fault: 1 (files of")
+    assert said.startswith(
+        "found 3 samples, wrote 0, skipped 3 (missing caption: 3); sources with a fault: 1 (files of"
+    )
     assert "repack with tar --sort=name: 1)" in said
 
 
