@@ -23,6 +23,7 @@ from cli.files import read_regular
 from stages.image_files import FORMATS, IMAGE_SUFFIXES, MAX_PIXELS, open_image
 
 SUFFIXES = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
+UNREADABLE = "cannot be read as an image"
 
 
 def list_images(folder: str | Path) -> list[Path]:
@@ -59,7 +60,7 @@ def read_image(path: Path, size_px: int | None = None) -> Tensor:  # -> uint8 (3
     except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
         said = str(error).replace(f": {str(path)!r}", "")
         raise ValueError(
-            f"{path}: cannot be read as an image ({type(error).__name__}: {said}). Possible: whole files of at most "
+            f"{path}: {UNREADABLE} ({type(error).__name__}: {said}). Possible: whole files of at most "
             f"{MAX_PIXELS:,} pixels, of {', '.join(FORMATS)}. Fetch it again, or take it out of the folder."
         ) from error
     if size_px is not None:

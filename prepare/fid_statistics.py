@@ -16,7 +16,7 @@ the workers compute the features to the last bit as this process does: on the sa
 Keys: inception (pytorch-fid's weights file, or random for a trial), resize (bilinear299, as MLPerf's reference; bicubic256,
 as NVIDIA's submissions; must equal the evaluation's), image_size, batch_size (50), workers (decoding threads, 4),
 overwrite (false).
-Files of FOLDER that are no images are named in OUT.skipped.jsonl; so are all images that are unreadable (not of a cluster).
+Files of FOLDER that are no images are named in OUT.skipped.jsonl; so are all images that are unreadable.
 Exit code: 0 if OUT was written, 1 if an image is unreadable or the work failed, 2 if it could not start.
 """
 
@@ -42,7 +42,7 @@ from cli.files import open_regular
 from cli.limits import limited
 from cli.log import log
 from evaluation.fid import FeatureSums, Statistics, covariance_warning, write_statistics
-from evaluation.image_folder import image_batches, list_images, read_image
+from evaluation.image_folder import UNREADABLE, image_batches, list_images, read_image
 from evaluation.inception import NEED, Extractor, load_inception
 from preflight.limits import unwritable
 from prepare.counts import SKIPPED_FILE, Ledger
@@ -272,9 +272,11 @@ def _make(paths: Sequence[Path], out: Path, extractor: Extractor, config: FidSta
     try:
         try:
             statistics = (measure if config.engine == "local" else measure_on_cluster)(paths, extractor, config)
-        except (Failed, Refused):
+        except Refused:
             raise
         except ValueError as error:
+            if isinstance(error, Failed) and UNREADABLE not in str(error):  # of a cluster
+                raise
             ledger = take_stock(paths, config, read=True)
             ledger.write(skipped)
             counts = ledger.counts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 import shutil
@@ -152,6 +153,23 @@ def test_images_are_cut_where_the_batches_of_one_process_end(pictures, monkeypat
 
     assert [names for part in found for names in batches(paths[part])] == batches(paths)
     assert {len(batches(paths[part])) for part in found[:-1]} == {2} and len(found) > 3
+
+
+def test_all_images_that_workers_cannot_read_are_named(pictures, tmp_path, monkeypatch, capsys):
+    @contextlib.contextmanager
+    def in_this_process(self, start, workers=None, *, gpu=False):
+        yield engines.Local(start, 1)
+
+    monkeypatch.setattr(engines.EngineKeys, "opened", in_this_process)
+    monkeypatch.setattr(fid_statistics, "BATCHES_PER_PART", 2)
+    spoilt = shutil.copytree(pictures, tmp_path / "spoilt")
+    for name in ("003.jpg", "020.jpg"):
+        (spoilt / name).write_bytes(b"<html>")
+    words = [str(spoilt), str(tmp_path / "out.npz"), READER, "batch_size=3", "image_size=32", "engine=ray"]
+    assert fid_statistics.main(words) == 1
+    skipped = tmp_path / "out.skipped.jsonl"
+    assert capsys.readouterr().err.endswith(f" 2 of 23 images cannot be read; reasons: {skipped}.\n")
+    assert [json.loads(line)["key"] for line in skipped.read_text().splitlines()] == ["003.jpg", "020.jpg"]
 
 
 # --- a cluster ---
