@@ -6,8 +6,9 @@
     python -m prepare.adopt s3://bucket/mds latents=latents_512 model.weights=/weights/sd2 facts=/data/theirs-512.json
 
 REMOTE: a folder or an address in a store, with index.json and shards of streaming's MDSWriter: compressed or not, with hashes
-of any kind or none. index.json is not changed. Some rows of a few shards are read, their pictures decoded, and what was seen
-is printed. dataset.json is written beside index.json, or where `facts` says; it is the file that a run then asks for.
+of any kind or none. index.json is not changed. A sample is read, some rows of a few shards, their pictures decoded, and what
+was seen is printed; nothing is known of the other rows. dataset.json is written beside index.json, or where `facts` says; it
+is the file that a run then asks for.
 
 Columns that are not given are found by name (upper or lower case) and encoding:
 
