@@ -24,6 +24,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer import Time, Timestamp
+from composer.loggers import ProgressBarLogger
 from conftest import ROOT, TINY_RUN, tree
 
 import benchmark
@@ -38,7 +39,7 @@ from record.config_file import read_config
 from reports import page
 from stages.moments import MomentsStream
 from training.checkpoint_content import Progress
-from training.checkpoints import STOP_SIGNALS, Checkpointer
+from training.checkpoints import STOP_SIGNALS, Checkpointer, SaveConfig
 from training.endings import how_to_resume
 from training.resume import RunState, identity_of
 from training.run_config import ALIASES, RunConfig, resolve
@@ -173,6 +174,21 @@ def test_a_disk_that_fills_leaves_nothing_behind_and_gives_its_reason(tmp_path):
     )
     assert done.stdout.strip() == f"{errno.EFBIG} File too large", done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("batch_in_epoch", [0, 3])
+def test_a_run_that_resumes_within_an_epoch_shows_its_progress(tmp_path, batch_in_epoch):
+    """Composer begins the bar with an epoch, which then begins after the resume or not at all."""
+    now = Timestamp(batch=7, batch_in_epoch=batch_in_epoch)
+    state = SimpleNamespace(
+        timestamp=now, max_duration=Time.from_batch(400), dataloader_len=None, dataloader_label="train"
+    )
+    off = SaveConfig().resolved(0, 0, 0.0)
+    nothing = dict(model=torch.nn.Linear(1, 1), average=None, identity={}, before_saving=lambda: None, resume_from=None)
+    with open(os.devnull, "w") as out:
+        bar = ProgressBarLogger(stream=out)
+        Checkpointer(tmp_path, off, **nothing).fit_start(state, SimpleNamespace(destinations=[bar]))
+    assert (bar.train_pbar is None) == (batch_in_epoch == 0)
 
 
 @pytest.mark.parametrize(("batch_in_epoch", "expected"), [(5, (2, 17, 136, 5, 40)), (6, (3, 18, 144, 0, 0))])

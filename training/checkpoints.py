@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from composer import Callback, Logger, State
+from composer.loggers import ProgressBarLogger
 from composer.utils import dist
 from torch import nn
 
@@ -153,6 +154,9 @@ class Checkpointer(Callback):
             self._last_batch = state.timestamp.batch.value
 
     def fit_start(self, state: State, logger: Logger) -> None:
+        for bar in logger.destinations:  # Composer begins a bar with an epoch, and a resume may lie within one
+            if isinstance(bar, ProgressBarLogger) and state.timestamp.batch_in_epoch.value:
+                bar.epoch_start(state, logger)
         if not self.config.is_on:
             return
         self._state, self._saved_at = state, time.monotonic()
