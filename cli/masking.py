@@ -164,10 +164,8 @@ def look_up(tree: DictConfig, key: str) -> tuple[Any, str | None]:
     except (OmegaConfBaseException, RecursionError) as error:
         is_circular = isinstance(error, RecursionError) or "Recursive" in str(error)
         why = str(error).splitlines()[0].rpartition("interpolation: ")[2].strip('".')
-        return (
-            None,
-            f"has no value: {'circular interpolation' if is_circular else why}. Write ${{oc.env:VARIABLE}}, or ${{KEY}} of another key",
-        )
+        why = "circular interpolation" if is_circular else why
+        return None, f"has no value: {why}. Write ${{oc.env:VARIABLE}}, or ${{KEY}} of another key"
     if isinstance(value, dict) or is_interpolated(value):
         return None, "stands for a section or another `${...}`. Give the value itself"
     return value, None

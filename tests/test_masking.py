@@ -235,11 +235,13 @@ def test_of_two_values_for_a_key_the_first_needs_no_variable(tmp_path):
         ),
         (
             "text=${none}",
-            "text: '${none}' has no value: Interpolation key 'none' not found. Write ${oc.env:VARIABLE}, or ${KEY} of another key.",
+            "text: '${none}' has no value: Interpolation key 'none' not found. "
+            "Write ${oc.env:VARIABLE}, or ${KEY} of another key.",
         ),
         (
             "text=${vault:x}",
-            "text: '${vault:x}' has no value: Unsupported interpolation type vault. Write ${oc.env:VARIABLE}, or ${KEY} of another key.",
+            "text: '${vault:x}' has no value: Unsupported interpolation type vault. "
+            "Write ${oc.env:VARIABLE}, or ${KEY} of another key.",
         ),
         ("text=${optimizer}", "text: '${optimizer}' stands for a section or another `${...}`. Give the value itself."),
         (
@@ -470,7 +472,7 @@ def test_a_run_of_variables_goes_on_where_only_places_have_other_values(miniatur
     assert "  remote: ${oc.env:EASEL_PLACE}\n" in (shown := capsys.readouterr().out) and "moved" not in shown
 
 
-@pytest.mark.timeout(60, func_only=True)
+@pytest.mark.timeout(240, func_only=True)
 def test_a_secret_in_an_address_that_cannot_be_asked_is_in_no_message(capsys, tmp_path):
     for address in ("s3://AKIA:{password}@easel/x", "s3://easel/x?token={token}", "https://{token}@host/x?{password}"):
         remote = address.format(**SECRETS)
