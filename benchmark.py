@@ -192,7 +192,6 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
         trainer = build_trainer(config, device, model, data, learning, record, callbacks, logged)
     run.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     remote.start(uploads)
-    masking.watch()  # again: W&B has taken the streams over
     trainer.logger.log_hyperparameters({**as_written(config), "commit": record.environment["commit"]})
 
     # Fit: to the end, or to the target.
@@ -442,7 +441,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         if result["images_per_sec"] is None:
             given = f"measure.warmup_batches: of {result['batches']} batches none was measured here after the warm-up"
             log.info(f"{given}. Lower it, or raise max_duration.")
-        masking.print_as_it_is(result_line(result))
+        print(result_line(result), flush=True)
     return 0
 
 

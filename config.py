@@ -355,7 +355,7 @@ def load(
     config, is_readable = typing.cast(Config, OmegaConf.to_object(tree)), not problems
     masking.keep({at.key: at.text for at, _ in values if at.text is not None and id(at) not in found}, flat(config))
     of_keys = [problem for problem in (check(config) if is_read else ()) if not refused.intersection(problem.keys)]
-    problems += [masking.hidden_of(problem.keys, problem.text) for problem in of_keys]
+    problems += [problem.text for problem in of_keys]
     if problems:
         raise ConfigError(problems, config if is_readable else None)
     return config

@@ -29,7 +29,6 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 from cli import masking
-from cli.command_line import RENAMED
 from cli.errors import text_of
 from cli.files import read_regular, write_json, write_whole
 from cli.limits import limited
@@ -197,7 +196,7 @@ class RunRecord(Callback):
     def _has_speed_of(self, start: Mapping[str, Any]) -> bool:
         """True if an earlier start used the same machine and keys of speed, so that their speeds can be combined."""
         is_same = all(start[key] == self.environment[key] for key in ("device", "num_devices"))
-        how = {RENAMED.get(key, key): value for key, value in start.get("how", self.how).items()}
+        how = start.get("how", self.how)
         return is_same and how == self.how  # older versions did not record `how`: they count
 
     def _cut_back(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
@@ -320,7 +319,7 @@ class RunRecord(Callback):
             yield
         except Exception as error:
             if self._is_writer:
-                self._starts[-1]["failed"] = masking.hidden(text_of(error))[:MAX_FAILED]
+                self._starts[-1]["failed"] = masking.masked(text_of(error))[:MAX_FAILED]
             raise
         finally:
             self.throughput.stop()

@@ -38,7 +38,6 @@ def command(
             if {"-h", "--help"} & set(argv) or (needs_words and not argv):
                 print(f"{text}{more_help()}")
                 return 0 if argv else 2
-            masking.watch()
             try:
                 check_private_api()
                 words, warnings = (argv, []) if keeps_secrets else masking.take_secrets_out(argv)

@@ -15,18 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 
 from cli.files import read_regular
 from cli.limits import file_problem, kind_of_path, shown, text_possible
 
-MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 2**20, 50
+MAX_YAML_BYTES = 2**20
 YAML = (".yaml", ".yml")
-
-RENAMED = {"late_loss": "async_loss"}
-"""Keys of earlier versions -> what they are called now; the old ones are still taken, in old run folders too."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +153,7 @@ def _read_pair(word: str) -> tuple[Assignment | None, str | None]:
         return None, f"command line: '{shown(word)}' has a '${{' that cannot be read. {ways}."
     except Exception as error:  # the YAML reader's own exceptions, of several unrelated classes
         return None, f"command line: the value of '{shown(word)}' cannot be read as YAML: {_why(error, b'')}"
-    return Assignment("command line", RENAMED.get(key, key), value, key, raw), None
+    return Assignment("command line", key, value, key, raw), None
 
 
 def read_value(raw: str) -> Any:
@@ -167,16 +163,11 @@ def read_value(raw: str) -> Any:
     is None. Raises the YAML reader's exceptions, of several unrelated classes.
     """
     typed = raw.strip()
-    end = _check_depth(typed)
-    value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]))
-    value = value["value"]
+    tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={raw}"]))
+    value = tree["value"]
     if value is None:
-        is_whole = typed.lower() == "null"
-    elif isinstance(value, str) and not typed.startswith(("'", '"')):
-        is_whole = value == typed
-    else:
-        is_whole = end == len(typed)
-    return value if is_whole else typed
+        return None if typed.lower() == "null" else typed
+    return typed if isinstance(value, str) and not typed.startswith(("'", '"')) else value
 
 
 def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
@@ -187,18 +178,15 @@ def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
         return [], [Problem(f"{where}: {there if kind_of_path(path) else _no_such_yaml(Path(path).parent)}")]
     content = b""
     try:
-        content = read_regular(Path(path).expanduser(), 4 * MAX_YAML_CHARACTERS)
-        text = content.decode()
-        if len(text) > MAX_YAML_CHARACTERS:
-            given = f"{len(text):,} characters. Possible: {MAX_YAML_CHARACTERS:,} at most"
-            return [], [Problem(f"{where}: {given}. Give a run's file.")]
-        _check_depth(text)
-        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        content = read_regular(Path(path).expanduser(), MAX_YAML_BYTES)
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(content.decode())))
+    except OSError as error:
+        return [], [Problem(f"{where}: {error.strerror}. Give a run's file.")]
     except Exception as error:  # of several unrelated classes
         return [], [Problem(f"{where}: cannot be read as YAML: {_why(error, content)}")]
     if not isinstance(tree, dict):
         return [], [Problem(f"{where}: holds a {type(tree).__name__}. A run is a mapping of keys to values.")]
-    return [Assignment(where, RENAMED.get(key, key), value, key) for key, value in leaves(tree)], []
+    return [Assignment(where, key, value, key) for key, value in leaves(tree)], []
 
 
 def _no_such_yaml(folder: Path) -> str:
@@ -223,26 +211,8 @@ def spread(at: Assignment) -> list[Assignment]:
     return [Assignment(at.where, key, value, key) for key, value in leaves(at.value, f"{at.key}.")]
 
 
-def _check_depth(text: str) -> int:
-    """Look for nesting before a reader recurses into it: libyaml's ends the process at some 25,000 levels.
-
-    Returns where the last value ends: what follows is a comment.
-    """
-    depth = end = 0
-    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_YAML_DEPTH:
-            given = f"it is nested more than {MAX_YAML_DEPTH} levels deep"
-            raise yaml.MarkedYAMLError(problem=given, problem_mark=event.start_mark)
-        if isinstance(event, yaml.NodeEvent | yaml.CollectionEndEvent):
-            end = event.end_mark.index
-    return end
-
-
 def _why(error: Exception, content: bytes) -> str:
     """Say in a line what the YAML reader found, and in which line of the content."""
-    if isinstance(error, ValueError) and "integer string conversion" in str(error):
-        return "it has a number of more than 4,300 digits. Give a smaller one, or a text in quotes."
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     begin = getattr(
         error, "start" if isinstance(error, UnicodeDecodeError) else "position", None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import errno
 import sys
 import traceback
@@ -12,7 +11,6 @@ from typing import Any
 
 from cli import masking
 from cli.log import EVERY_RANK, log
-from cli.private_api import require_private_api
 
 ROOT = Path(__file__).resolve().parent.parent
 # What libraries say, in plain RuntimeErrors, of a process that was ended from outside.
@@ -22,8 +20,6 @@ ENDED = {
     "Timed out waiting": "Another rank has not come to where this one waits for it: it hangs, or its machine is away.",
 }
 
-require_private_api("dis", "opmap.RAISE_VARARGS", why="errors that our own `raise` has raised are told without a trace")
-
 
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration, one problem a line.
@@ -32,7 +28,7 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problems: Sequence[str], config: Any = None):
-        self.problems = [masking.hidden(text) for text in problems]
+        self.problems = [masking.masked(text) for text in problems]
         self.config = config
         super().__init__("\n".join(self.problems))
 
@@ -61,15 +57,12 @@ def _why_ended(error: BaseException) -> str | None:
 
 
 def _is_own(error: BaseException) -> bool:
-    """True where a `raise` of this project's has raised it, and it is a ValueError or of a kind of this project's."""
-    step = error.__traceback__
-    while step is not None and step.tb_next is not None:
-        step = step.tb_next
-    if step is None or step.tb_frame.f_code.co_code[step.tb_lasti] != dis.opmap["RAISE_VARARGS"]:
-        return False  # a function that is not Python's has raised it, or nothing yet
+    """True if a `raise` statement of this project raised it, and it is a ValueError or one of this project's classes."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not _is_ours(frames[-1].filename) or not (frames[-1].line or "").startswith("raise"):
+        return False
     module = sys.modules.get(type(error).__module__)
-    is_kind = isinstance(error, ValueError) or _is_ours(getattr(module, "__file__", None) or "")
-    return is_kind and _is_ours(step.tb_frame.f_code.co_filename)
+    return isinstance(error, ValueError) or _is_ours(getattr(module, "__file__", None) or "")
 
 
 def _is_ours(file: str) -> bool:

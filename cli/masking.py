@@ -1,28 +1,23 @@
-"""What a process uses and does not show: passwords in addresses, values behind `${...}`, control characters of captions.
+"""Passwords in addresses are used and never shown; `${...}` stays as it was given wherever a configuration is written.
 
-    sftp://user:secret@host/folder       sftp://user:***@host/folder     everywhere; the client alone asks for the password
-    data.remote=${oc.env:BUCKET}/laion   ${oc.env:BUCKET}/laion          in every file, message and logger; the value is used
+    sftp://user:secret@host/folder       sftp://user:***@host/folder     only the SFTP client asks for the password
+    data.remote=${oc.env:BUCKET}/laion   ${oc.env:BUCKET}/laion          in every file and logger; the value is used
 
-A password is taken out of an address where the address comes in (`without_secrets`; of a command line, cli/command.py), so
-that nothing behind that has it to show: in a path that is made of an address none would be known. A value is put back to its
-text where it goes out: in a run's files (record/config_file.py), and in what is printed (`watch`).
+A password is taken out of an address where the address is read (`without_secrets`, and `take_secrets_out` for a command
+line), so that nothing after that can show it. What a process prints itself is not rewritten.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import SplitResult
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueError, UnsupportedInterpolationType
+from omegaconf.errors import OmegaConfBaseException
 
 MASK = "***"
-LEAST_CHARACTERS = 4  # of a value that is looked for in texts: a shorter one would be found everywhere
-WITHIN_WORDS = 8  # so many are also looked for within a word
 
 _ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://((?:(?!,[a-zA-Z][a-zA-Z0-9+.-]*://)[^\s'\"<>])+)")
 _VALUE = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.+)", re.DOTALL)  # an address alone: a password may hold a space
@@ -32,14 +27,11 @@ _WORD = re.compile(
 )  # KEY=VALUE, --flag=VALUE or VALUE, in quotes of YAML's
 _INNERMOST = re.compile(r"\$\{[^{}]+\}")
 _HELD = re.compile(r"(\0[0-9]+\0)+")  # in place of `${...}`, whose ":" says nothing about the address around it
-_VARIABLE = re.compile(r"\$\{oc\.env:([^{},]+)[^{}]*\}")
 
 _passwords: dict[str, str] = {}
 """user@host:port -> its password."""
 _values: dict[str, tuple[Any, Any]] = {}
 """Key -> its value and the text with `${...}` that gives it, of the configuration that was read last."""
-_texts: dict[str, str] = {}
-"""Value -> the text with `${...}` that gives it."""
 
 # --- addresses ---
 
@@ -165,57 +157,29 @@ def is_interpolated(value: Any) -> bool:
 
 
 def look_up(tree: DictConfig, key: str) -> tuple[Any, str | None]:
-    """Return what a key's `${...}` stands for; or why it stands for nothing, without a value, which may be a secret."""
+    """Return what a key's `${...}` stands for, or why it has no value."""
     try:
         value = OmegaConf.select(tree, key)
         value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    except (InterpolationKeyError, InterpolationToMissingValueError):
-        return None, "names a key that has no value. Possible: another key, or ${oc.env:VARIABLE}"
-    except UnsupportedInterpolationType:
-        return None, "is of a kind that is not known. Possible: ${oc.env:VARIABLE}, or another key"
-    except Exception as error:  # OmegaConf's own: a dozen, of several unrelated classes
-        if unset := re.search("Environment variable '(.*)' not found", str(error)):
-            ways = f"Set it, or write ${{oc.env:{unset[1]},DEFAULT}}"
-            return None, f"has no value: the variable {unset[1]} is not set. {ways}"
-        if "Recursive" in str(error) or isinstance(error, RecursionError):
-            return None, "leads back to itself. Give a value"
-        return None, "cannot be read. Write ${oc.env:VARIABLE}, or ${KEY} of another key"
-    if isinstance(value, dict):
-        return None, "stands for a section. Give its keys one by one"
-    if is_interpolated(value):
-        return None, "stands for a text that has ${ in it. Possible: a value"
+    except (OmegaConfBaseException, RecursionError) as error:
+        is_circular = isinstance(error, RecursionError) or "Recursive" in str(error)
+        why = str(error).splitlines()[0].rpartition("interpolation: ")[2].strip('".')
+        why = "circular interpolation" if is_circular else why
+        return None, f"has no value: {why}. Write ${{oc.env:VARIABLE}}, or ${{KEY}} of another key"
+    if isinstance(value, dict) or is_interpolated(value):
+        return None, "stands for a section or another `${...}`. Give the value itself"
     return value, None
 
 
 def keep(texts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Know what stands behind `${...}` in the configuration that was read last.
+    """Remember what was given with `${...}` in the configuration that was read last.
 
     Args:
         texts: key -> what was given, for those with `${...}`.
         values: key -> value of the whole configuration.
     """
     _values.clear()
-    for key in texts.keys() & values.keys():
-        value, text = values[key], texts[key]
-        _values[key] = (value, text)
-        pairs = _pairs(value, text) if key != "run_name" else ()  # that is the folder's name, for all to see
-        for given, shown in pairs:
-            if isinstance(given, str) and "${oc." in str(shown):  # of another key: that one's own text says it
-                remember(given, shown)
-    if _texts:  # whatever the command is: what it prints is then looked at
-        watch()
-
-
-def _pairs(value: Any, text: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each value with what was given for it, in lists and sections too."""
-    if isinstance(value, list) and isinstance(text, list):
-        for one, given in zip(value, text, strict=False):
-            yield from _pairs(one, given)
-    elif isinstance(value, dict) and isinstance(text, dict):
-        for name in value.keys() & text.keys():
-            yield from _pairs(value[name], text[name])
-    else:
-        yield value, text
+    _values.update({key: (values[key], texts[key]) for key in texts.keys() & values.keys()})
 
 
 def written(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,66 +196,6 @@ def _masked_each(value: Any) -> Any:
     return masked(value) if isinstance(value, str) else value
 
 
-def hidden_of(keys: Sequence[str], text: str) -> str:
-    """Return a text about keys with `${...}` for their values, also for numbers, where it names them first."""
-    for value, shown in (_values[key] for key in keys if key in _values):
-        if not isinstance(value, list | bool | None):
-            text = re.sub(
-                rf"(?<![\w.]){re.escape(str(value))}(?![\w.])", lambda _, shown=shown: str(shown), text, count=1
-            )
-    return text
-
-
-# --- what is printed ---
-
-
-def remember(value: str, text: str) -> None:
-    """Have `hidden` show the text in place of the value that it stands for, and of the variables in it."""
-    found = {os.environ.get(name, ""): f"${{oc.env:{name}}}" for name in _VARIABLE.findall(text)}
-    for secret, shown in {**found, value: text}.items():
-        if len(secret) >= LEAST_CHARACTERS and not _is_number(secret):
-            _texts[secret] = masked(shown)
-
-
-def _is_number(text: str) -> bool:
-    return bool(re.fullmatch(r"[-+0-9.,eE_]+", text))
-
-
-def hidden(text: str) -> str:
-    """Return a text as it may be shown: see `masked`, and `${...}` for the values behind it."""
-    if found := [value for value in sorted(_texts, key=len, reverse=True) if value in text]:  # one may hold another
-        forms = [
-            re.escape(value) if len(value) >= WITHIN_WORDS else rf"(?<!\w){re.escape(value)}(?!\w)" for value in found
-        ]
-        # Not in place of a key of a result line or of YAML, which others read.
-        text = re.sub(rf"({'|'.join(forms)})(?!=|:(\s|$))", lambda match: _texts[match[0]], text)
-    return masked(text)
-
-
 def printable(text: str) -> str:
     """Return a text on one line without control characters, which could lead a terminal or a font astray."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-
-
-def watch() -> None:
-    """Show all that this process prints as `hidden` has it; called again where a library has taken a stream over."""
-    for stream in (sys.stdout, sys.stderr):
-        if not getattr(stream.write, "hides", False):
-            stream.write = _Hiding(stream.write)  # type: ignore[method-assign]
-
-
-def print_as_it_is(text: str) -> None:
-    """Print a line of figures for others to read, in which nothing is to be hidden."""
-    stdout_write = sys.stdout.write
-    getattr(stdout_write, "write", stdout_write)(text + "\n")
-    sys.stdout.flush()
-
-
-class _Hiding:
-    hides = True
-
-    def __init__(self, write: Any):
-        self.write = write
-
-    def __call__(self, text: str) -> Any:
-        return self.write(hidden(text) if isinstance(text, str) else text)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cli.masking import hidden
+from cli.masking import masked
 
 
 @dataclass(frozen=True)
@@ -142,4 +142,4 @@ def alert(destinations: Sequence[Any], title: str, text: str) -> None:
     """Have each logger that can tell people at once do so. `title`: less than 64 characters. The text is on stderr too."""
     for destination in destinations:
         if tell := getattr(destination, "alert", None):
-            tell(title, hidden(text))
+            tell(title, masked(text))

@@ -219,7 +219,7 @@ def message_of(status: str, code: int | None, said: str, folder: Path, limit_sec
     if status == "out_of_memory" and not text:
         lines = [line for line in lines if any(part in line for part in processes.OUT_OF_MEMORY)]
     text = text or (lines[-1] if lines else f"it ended with exit code {code} and said nothing")
-    line = masking.hidden(masking.printable(text))
+    line = masking.masked(masking.printable(text))
     return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}..."
 
 

@@ -254,7 +254,6 @@ def nothing_stays_hidden() -> Iterator[None]:
     """Forget what stood behind `${...}` in a test: a process keeps it to its end, and the next test may say the same path."""
     yield
     if masking := sys.modules.get("cli.masking"):
-        masking._texts.clear()
         masking._values.clear()
 
 

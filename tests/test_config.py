@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from cli.command_line import MAX_YAML_CHARACTERS, Alias, Problem, parse_command_line
+from cli.command_line import MAX_YAML_BYTES, Alias, Problem, parse_command_line
 from cli.errors import ConfigError
 from cli.limits import limited
 from config import load, to_yaml
@@ -150,9 +150,7 @@ def test_a_text_on_the_command_line_stays_as_it_was_typed(text: str):
     assert read("text=null").text is None and read("text='null'").text == "null"
 
 
-@pytest.mark.parametrize(
-    "text", ["#x", "~", "a #b", "&x a", "&x", "---", "--- a", "!!str a", "!!null a", "'a' # b", "1 #2", "[1] # 2", "!"]
-)
+@pytest.mark.parametrize("text", ["#x", "~", "a #b", "&x a", "&x", "---", "--- a", "!!str a", "!!null a", "!"])
 def test_what_yaml_would_drop_of_a_word_is_text_and_no_value_of_another_type(text: str, monkeypatch):
     assert read(f"text={text}").text == text
     for key, possible in (("batch", "an integer"), ("optimizer.lr", "a number or null"), ("flag", "true or false")):
@@ -199,8 +197,6 @@ def test_a_yaml_that_cannot_be_read_says_so(tmp_path: Path):
         ("\ta: 1\n", "line 1, column 1: while scanning for the next token: found character that cannot start any token."),
         ("a: *b\n", "line 1, column 4: found undefined alias."),
         ("a: !o 1\n", "line 1, column 4: could not determine a constructor for the tag '!o'."),
-        ("\n" + "[" * 100_000, "line 2, column 51: it is nested more than 50 levels deep."),
-        (f"batch: {'9' * 5000}\n", "it has a number of more than 4,300 digits. Give a smaller one, or a text in quotes."),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_yaml_is_said_with_its_line(tmp_path: Path, content: str, message: str):
@@ -225,8 +221,8 @@ def test_a_yaml_that_grows_without_end_or_is_none_is_refused_at_once(tmp_path: P
     path.write_text("batch: 1\ntext: a\0b\n")
     said = "line 2: unacceptable character #x0000: control characters are not allowed."
     assert problems(str(path)) == [f"{path}: cannot be read as YAML: {said}"]
-    path.write_text("#" * (MAX_YAML_CHARACTERS + 1))
-    assert problems(str(path)) == [f"{path}: 1,048,577 characters. Possible: 1,048,576 at most. Give a run's file."]
+    path.write_text("#" * (MAX_YAML_BYTES + 1))
+    assert problems(str(path)) == [f"{path}: it has 1,048,577 bytes; at most 1,048,576 are read. Give a run's file."]
     pipe = tmp_path / "pipe.yaml"
     os.mkfifo(pipe)
     assert problems(str(pipe)) == [f"{pipe}: is a device, pipe or socket. Give a file."]
@@ -250,7 +246,6 @@ def test_what_cannot_be_read_stands_alone(words: list[str]):
         ("batch='0'", "batch is '0'. Possible: 1 and up."),
         ("batch=1000000000001", "batch is 1000000000001. Possible: 1 to 1,000,000,000,000."),
         (f"batch={'9' * 400}", f"batch is {'9' * 60}... (400 characters). Possible: 1 to 1,000,000,000,000."),
-        (f"batch=0x{'f' * 5000}", "batch is a number of about 6,000 digits. Possible: 1 to 1,000,000,000,000."),
         ("workers=-1", "workers is -1. Possible: 0 to 512 or one of auto or null."),
         ("workers=513", "workers is 513. Possible: 0 to 512 or one of auto or null."),
         ("optimizer.lr=0", "optimizer.lr is 0. Possible: above 0 or null."),
@@ -280,11 +275,6 @@ def test_what_cannot_be_read_stands_alone(words: list[str]):
         ('logger={tags: ["\\e[2J"]}', f"logger.tags is ['\\x1b[2J']. Possible: {LINE}"),
         (f"text={'a/' * 2500}", f"text is '{'a/' * 29}a... (5,002 characters). Possible: {NEITHER}"),
         (f"text={'a' * 256}", f"text is '{'a' * 59}... (258 characters). Possible: {NEITHER}"),
-        (
-            "text=~nobody-here/a",
-            "text is '~nobody-here/a'. Possible: a path that does not begin with '~nobody-here', who is no user here or "
-            "null.",
-        ),
         (
             f"{'k' * 5000}=1",
             f"unknown key '{'k' * 60}... (5,000 characters)'. {KNOWN}",

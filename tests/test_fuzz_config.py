@@ -1,11 +1,9 @@
 """Random command lines and YAML files: each gives a configuration or readable problems, and nothing else.
 
-    FUZZ_EXAMPLES=2000 FUZZ_SEED=1 python -m pytest -q tests/test_fuzz_config.py -m "not slow"      # some minutes
-    FUZZ_PROCESSES=20 FUZZ_SEED=1 python -m pytest -q tests/test_fuzz_config.py -m slow             # the same as processes
+    FUZZ_EXAMPLES=2000 FUZZ_SEED=1 python -m pytest -q tests/test_fuzz_config.py      # some minutes
 
 Without FUZZ_SEED the examples are always the same. A command line goes through parser, types, limits and all checks across
-keys, but not through the estimate of the memory, which traces a network: FUZZ_TRACED=20 traces so many of those that would
-run.
+keys, but not through the estimate of the memory, which traces a network.
 """
 
 from __future__ import annotations
@@ -14,228 +12,42 @@ import contextlib
 import functools
 import io
 import os
-import sys
 import typing
-import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import yaml
-from conftest import ROOT, picture, run
+from conftest import ROOT, picture
 from hypothesis import HealthCheck, Phase, event, given, seed, settings
 from hypothesis import strategies as st
 
-import bench.data
-import bench.evaluation
-import bench.latency
-import bench.micro
-import bench.order
-import bench.predecessor
-import bench.scale
-import bench.step
 import config as configuration
 import eval as evaluation
-from bench.adopt import AdoptBenchConfig
-from bench.cards import CardsConfig
-from bench.families import FamiliesConfig
-from bench.fid import FidConfig
-from bench.images import ImagesBenchConfig
-from bench.mixture import MixtureConfig
-from bench.order import OrderBenchConfig
-from bench.page import PageBenchConfig
-from bench.saving import SavingConfig
-from bench.states import StatesConfig
-from bench.store import StoreConfig
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load, schema_keys, to_yaml
 from preflight import run as checks
 from prepare import adopt, fid_statistics, latents, look, shards
-from prepare.buckets import BucketsConfig
 from stages import dataset as stage
 from training import eval_keys
 from training.places import Place
 from training.run_config import ALIASES, RunConfig, resolve
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
-PROCESSES = int(os.environ.get("FUZZ_PROCESSES", "3"))
-TRACED = int(os.environ.get("FUZZ_TRACED", "0"))
 SEED = os.environ.get("FUZZ_SEED")
 MAX_PROBLEM = 3000  # characters
 
 # --- what is typed ---
 
-NUMBERS = (
-    *(
-        "0",
-        "1",
-        "-1",
-        "7",
-        "64",
-        "1.5",
-        "1e-4",
-        "1e3",
-        "-0.0",
-        "+5",
-        "1_000",
-        "0123",
-        "0x10",
-        "0b11",
-        "1:30:00",
-        ".5",
-        "1e",
-    ),
-    *(
-        "inf",
-        ".inf",
-        "-.inf",
-        "nan",
-        ".nan",
-        "1e400",
-        "-1e400",
-        "1e-400",
-        "2147483648",
-        "4294967296",
-        "9223372036854775808",
-    ),
-    *("9" * 400, "-" + "9" * 400, "9" * 5000, "0x" + "f" * 5000, "1" + "0" * 400 + ".5", "²", "\uff11\uff12", "½", "٣"),
-)
-DURATIONS = (
-    "30ba",
-    "infba",
-    "1e400ba",
-    "nanep",
-    "9" * 5000 + "ba",
-    "-1ba",
-    "0sp",
-    "1.5ep",
-    "1e3ba",
-    "1dur",
-    "10tok",
-    "ba",
-)
-DURATIONS += (
-    "²ba",
-    "30BA",
-    " 5sp",
-    "1e308ep",
-    "9" * 400 + "sp",
-    "99999999999999999d",
-    "1h",
-    "1_0ba",
-    "3s2m",
-    "infgb",
-    "1e400gb",
-)
-YAMLISH = (
-    *(
-        "null",
-        "~",
-        "true",
-        "off",
-        "No",
-        "[]",
-        "{}",
-        "[1, 2]",
-        "[[[]]]",
-        "{a: 1}",
-        "{a: {b: [c]}}",
-        "[1",
-        "{",
-        "}",
-        "'",
-        '"',
-    ),
-    *(
-        "!!python/object:os.system x",
-        "!!binary aGk=",
-        "!!set {a}",
-        "2020-01-01",
-        "&a [*a]",
-        "*a",
-        "???",
-        "<<",
-        "|",
-        "- - - a",
-    ),
-    *(
-        "a: b",
-        "# c",
-        "%TAG",
-        "\ttab",
-        "@x",
-        "`x`",
-        "? a",
-        "!x y",
-        "[" * 60,
-        "[" * 9000,
-        "{a: " * 40,
-        '"\\0"',
-        '"\\e[31m"',
-    ),
-    *(
-        "${a.b}",
-        "${oc.env:HOME}",
-        "${oc.env:X}",
-        "${",
-        "$",
-        "\\${a}",
-        "${value}",
-        "${seed}",
-        "${now:%Y}",
-        "${oc.decode:[}",
-    ),
-)
-PATHS = (
-    "FILE",
-    "PROMPTS",
-    "FOLDER",
-    "PIPE",
-    "IMAGES",
-    "RUN",
-    "/dev/zero",
-    "/dev/null",
-    "/proc/self/mem",
-    "/",
-    "..",
-    ".",
-    "",
-    " ",
-)
-PATHS += (
-    "FILE/a",
-    "~",
-    "~root",
-    "~nobody-here/a",
-    "a" * 256,
-    "a/" * 2500,
-    "LOOP",
-    "random",
-    "shipped",
-    "/sys/kernel",
-    "//",
-)
-PATHS += (
-    "s3://bucket/a",
-    "s3://",
-    "://",
-    "gs://a@b:c/d",
-    "http://[",
-    "C:\\a",
-    "a\x00b",
-    "a\nb",
-    "a\x1b[2J",
-    "\udcff",
-    "é\u202e",
-)
-ODD = st.one_of(
-    *map(st.sampled_from, (NUMBERS, DURATIONS, YAMLISH, PATHS)),
-    st.text(max_size=20),
-    st.text(st.characters(max_codepoint=127), max_size=20),
-    st.integers(2, 6000).map("ü".__mul__),
-)
+NUMBERS = "0 1 -1 7 64 1.5 1e-4 -0.0 1_000 0123 0x10 1:30:00 .5 1e inf .inf nan 1e400 2147483648 ²".split()  # noqa: SIM905
+DURATIONS = "30ba infba nanep -1ba 0sp 1.5ep 1e3ba 1dur 10tok ba 30BA 1h infgb 1gb".split()  # noqa: SIM905
+YAMLISH = "null ~ true off [] {} [[[]]] [1 { ' *a ??? << | @x `x` !x ${a.b} ${oc.env:X} ${ $ ${seed}".split()  # noqa: SIM905
+YAMLISH += ["[1, 2]", "{a: 1}", "a: b", "# c", "a #b", "? a", "!!python/object:os.system x", "2020-01-01"]
+PATHS = "FILE PROMPTS FOLDER PIPE IMAGES RUN LOOP FILE/a / .. . ~ random shipped s3:// gs://a@b:c/d http://[".split()  # noqa: SIM905
+PATHS += ["s3://bucket/a", "", " ", "a" * 300, "a\nb", "a\x1b[2J", "\udcff"]
+ODD = st.one_of(*map(st.sampled_from, (NUMBERS, DURATIONS, YAMLISH, PATHS)), st.text(max_size=20))
 
 
 def fitting(hint: Any) -> st.SearchStrategy[str]:
@@ -246,9 +58,7 @@ def fitting(hint: Any) -> st.SearchStrategy[str]:
     fits += [st.integers(-2, 1000).map(str)] if int in kinds or hint is Any else []
     fits += [st.floats(allow_nan=False).map(repr), st.sampled_from(("0.1", "1", "1e-4"))] if float in kinds else []
     fits += [st.sampled_from(("true", "false"))] if bool in kinds else []
-    fits += (
-        [st.sampled_from((*PATHS, *DURATIONS, "tiny", "sd2", "shapes", "mlperf", "ddim", "v"))] if str in kinds else []
-    )
+    fits += [st.sampled_from((*PATHS, *DURATIONS, "tiny", "sd2", "ddim", "v"))] if str in kinds else []
     return st.one_of(*fits, st.sampled_from(("null", "[64, 64]", "[0.9, 0.99]")))
 
 
@@ -285,45 +95,8 @@ TREES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
     max_leaves=5,
 )
-SLIPS = (
-    "\t",
-    "  ",
-    "\n",
-    "[",
-    "]",
-    "{",
-    "}",
-    ":",
-    ": ",
-    "- ",
-    "&a ",
-    "*a",
-    "<<: *a\n",
-    "\x00",
-    "\xff",
-    "\ufeff",
-    "#",
-    "|\n",
-    "'",
-    '"',
-    "${",
-    "---\n",
-)
-BOMB = "a: &a [x, x]\n" + "".join(
-    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-)
-FILES = [
-    BOMB,
-    "<<: &a {b: *a}\n",
-    "a: &a\n  b: *a\n",
-    f"seed: {'9' * 5000}\n",
-    "",
-    "- a\n",
-    "3\n",
-    "a\n",
-    "{a: " * 40,
-    "---\n---\n",
-]
+SLIPS = ("\t", "  ", "\n", "[", "]", "{", ":", "- ", "&a ", "*a", "\x00", "\ufeff", "#", "|\n", "'", "${", "---\n")
+FILES = ["a: &a\n  b: *a\n", "", "- a\n", "3\n", "---\n---\n"]
 FILES += [path.read_text() for path in sorted((ROOT / "yamls").glob("*.yaml"))]
 
 
@@ -387,10 +160,6 @@ def command_of(schema: type, check: Callable[[Any], Any] = lambda config: []) ->
     return lambda words: load(schema, parse_command_line(words, {}), check=check)
 
 
-def flagged(check: Callable[[Any], Any]) -> Callable[[list[str]], Any]:
-    return lambda words: load(RunConfig, parse_command_line(words, ALIASES), check=check)
-
-
 COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "benchmark": (RunConfig, run_of),
     "eval run": (eval_keys.EvalCommand, scored("run")),
@@ -403,25 +172,6 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     ),
     "adopt": (adopt.AdoptConfig, command_of(adopt.AdoptConfig, adopt.check)),
     "look": (look.LookConfig, command_of(look.LookConfig, functools.partial(look.check, stage=None))),
-    "micro": (bench.micro.MicroConfig, command_of(bench.micro.MicroConfig, bench.micro.check)),
-    "bench.data": (bench.data.DataBenchConfig, command_of(bench.data.DataBenchConfig, bench.data.check)),
-    "bench.fid": (FidConfig, command_of(FidConfig)),
-    "bench.images": (ImagesBenchConfig, command_of(ImagesBenchConfig)),
-    "bench.latency": (bench.latency.LatencyConfig, command_of(bench.latency.LatencyConfig, bench.latency.check)),
-    "bench.families": (FamiliesConfig, command_of(FamiliesConfig)),
-    "bench.cards": (CardsConfig, command_of(CardsConfig)),
-    "bench.states": (StatesConfig, command_of(StatesConfig)),
-    "bench.scale": (bench.scale.ScaleConfig, command_of(bench.scale.ScaleConfig, bench.scale.check)),
-    "bench.step": (bench.step.StepConfig, command_of(bench.step.StepConfig, bench.step.check)),
-    "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),
-    "bench.mixture": (MixtureConfig, command_of(MixtureConfig)),
-    "bench.order": (OrderBenchConfig, command_of(OrderBenchConfig, bench.order.check)),
-    "bench.page": (PageBenchConfig, command_of(PageBenchConfig)),
-    "prepare.buckets": (BucketsConfig, command_of(BucketsConfig)),
-    "bench.saving": (SavingConfig, command_of(SavingConfig)),
-    "bench.store": (StoreConfig, command_of(StoreConfig)),
-    "bench.evaluation": (RunConfig, flagged(bench.evaluation.problems_of)),
-    "bench.predecessor": (RunConfig, flagged(lambda config: quick(config) if config.data.synthetic else [])),
 }
 PLACES: dict[str, Path] = {}
 BASE = {
@@ -479,7 +229,7 @@ def write_yaml(name: str, words: list[str], content: bytes | None, folder: Path)
 
 
 def is_plain(line: str) -> bool:
-    return not any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in line)
+    return all(ord(letter) >= 32 for letter in line)
 
 
 def names_a_place(problem: str) -> bool:
@@ -498,7 +248,6 @@ ABOUT = settings(
     print_blob=False,
 )
 seeded: Callable[[Any], Any] = seed(int(SEED)) if SEED else lambda function: function
-traced: list[RunConfig] = []
 
 
 @pytest.fixture
@@ -533,22 +282,4 @@ def test_of_any_command_line_comes_a_configuration_or_problems_in_words(places, 
         (places / "again.yaml").write_text(to_yaml(config))
         again = load(type(config), parse_command_line([str(places / "again.yaml")], {}), check=lambda config: [])
         assert to_yaml(again) == to_yaml(config)
-        if name == "benchmark" and len(traced) < TRACED and max(config.size) <= 64 and config.model.preset == "tiny":
-            traced.append(config)
-            assert all(names_a_place(problem.text) for problem in checks.memory_problems(config))
     assert printed.getvalue() == ""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120 * PROCESSES, func_only=True)
-@seeded
-@settings(ABOUT, max_examples=PROCESSES, phases=[Phase.generate])
-@given(example=command_lines(("benchmark",)))
-def test_of_any_process_comes_exit_code_0_or_2_and_no_traceback(places, example):
-    """With --print_config: a run that is possible is printed, and not begun."""
-    name, words, content = example
-    words = write_yaml(name, [placed(word) for word in words], content, places)
-    words = [word for word in words if "\0" not in word and len(word.encode(errors="surrogateescape")) < 100_000]
-    done = run(sys.executable, "benchmark.py", *words, "--print_config", timeout=110)
-    assert done.returncode in (0, 2) and "Traceback" not in done.stderr, (words, done.stderr[-3000:])
-    assert done.returncode == 0 or all(is_plain(line) for line in done.stderr.splitlines())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import importlib
-import io
 import os
 import re
 import shutil
@@ -32,9 +31,9 @@ import benchmark
 import eval as evaluation
 from callbacks.sample_grid import write_grid
 from cli import masking
-from cli.command_line import Problem, parse_command_line
+from cli.command_line import parse_command_line
 from cli.errors import ConfigError
-from cli.masking import hidden, masked, password_of, without_secrets
+from cli.masking import masked, password_of, without_secrets
 from config import as_written, load, to_yaml
 from prepare import look
 from record.config_file import keep_keys, read_config
@@ -202,8 +201,7 @@ def test_a_value_behind_a_variable_is_used_and_its_text_is_written(tmp_path, mon
     assert "blueheron" not in written and "18" not in written and as_written(config)["batch"] == "${oc.env:EASEL_B}"
     path.write_text(written)
     assert read(str(path)) == config
-    assert hidden("no s3://blueheron/x/y/index.json") == "no ${oc.env:EASEL_A}/y/index.json"
-    assert hidden("in as3://blueheron/xb") == "in a${oc.env:EASEL_A}b" and "${" not in to_yaml(read("batch=18"))
+    assert "${" not in to_yaml(read("batch=18"))
 
 
 def test_of_two_values_for_a_key_the_first_needs_no_variable(tmp_path):
@@ -211,8 +209,8 @@ def test_of_two_values_for_a_key_the_first_needs_no_variable(tmp_path):
     path.write_text("text: ${oc.env:EASEL_UNSET}\n")
     assert read(str(path), "text=here").text == "here"
     assert problems(str(path)) == [
-        f"{path}: text: '${{oc.env:EASEL_UNSET}}' has no value: the variable EASEL_UNSET is not set. Set it, or write "
-        "${oc.env:EASEL_UNSET,DEFAULT}."
+        f"{path}: text: '${{oc.env:EASEL_UNSET}}' has no value: Environment variable 'EASEL_UNSET' not found. Write "
+        "${oc.env:VARIABLE}, or ${KEY} of another key."
     ]
 
 
@@ -231,19 +229,24 @@ def test_of_two_values_for_a_key_the_first_needs_no_variable(tmp_path):
             "optimizer.betas=['${oc.env:EASEL_A}',1]",
             "optimizer.betas is ['${oc.env:EASEL_A}', 1], which stands for something else. Possible: a list of 2 numbers.",
         ),
-        ("text=${text}", "text: '${text}' leads back to itself. Give a value."),
+        (
+            "text=${text}",
+            "text: '${text}' has no value: circular interpolation. Write ${oc.env:VARIABLE}, or ${KEY} of another key.",
+        ),
         (
             "text=${none}",
-            "text: '${none}' names a key that has no value. Possible: another key, or ${oc.env:VARIABLE}.",
+            "text: '${none}' has no value: Interpolation key 'none' not found. "
+            "Write ${oc.env:VARIABLE}, or ${KEY} of another key.",
         ),
         (
             "text=${vault:x}",
-            "text: '${vault:x}' is of a kind that is not known. Possible: ${oc.env:VARIABLE}, or another key.",
+            "text: '${vault:x}' has no value: Unsupported interpolation type vault. "
+            "Write ${oc.env:VARIABLE}, or ${KEY} of another key.",
         ),
-        ("text=${optimizer}", "text: '${optimizer}' stands for a section. Give its keys one by one."),
+        ("text=${optimizer}", "text: '${optimizer}' stands for a section or another `${...}`. Give the value itself."),
         (
             "text=${oc.env:EASEL_LOOP}",
-            "text: '${oc.env:EASEL_LOOP}' stands for a text that has ${ in it. Possible: a value.",
+            "text: '${oc.env:EASEL_LOOP}' stands for a section or another `${...}`. Give the value itself.",
         ),
         (
             "text='${oc.env:'",
@@ -255,21 +258,6 @@ def test_what_stands_for_nothing_that_fits_is_said_without_its_value(word, told,
     monkeypatch.setenv("EASEL_A", SECRETS["variable"])
     monkeypatch.setenv("EASEL_LOOP", "${oc.env:EASEL_A}")
     assert problems(word) == [f"command line: {told}"]
-
-
-def test_a_number_behind_a_variable_is_not_in_the_message_that_refuses_it(monkeypatch):
-    monkeypatch.setenv("EASEL_A", "471147")
-
-    def check(config: Outer) -> list[Problem]:
-        return [Problem(f"batch: {config.batch} is above 9. Possible: 1 to 9.", ("batch",))]
-
-    assert problems("batch=${oc.env:EASEL_A}", check=check) == [
-        "batch: ${oc.env:EASEL_A} is above 9. Possible: 1 to 9."
-    ]
-    monkeypatch.setenv("EASEL_A", "-471147")
-    assert problems("batch=${oc.env:EASEL_A}") == [
-        "command line: batch is '${oc.env:EASEL_A}', which stands for something else. Possible: 1 and up."
-    ]
 
 
 def test_a_run_goes_on_where_only_what_may_change_stands_behind_another_value(tmp_path, monkeypatch):
@@ -295,18 +283,6 @@ def test_what_is_not_read_need_not_be_there(tmp_path):
 
 
 # --- what is printed, and captions ---
-
-
-def test_a_stream_that_is_watched_shows_no_password_also_when_a_library_has_taken_it_over(monkeypatch):
-    stream, heard = io.StringIO(), []
-    monkeypatch.setattr(sys, "stderr", stream)
-    masking.watch()
-    below = stream.write
-    stream.write = lambda text: (heard.append(text), below(text))  # as W&B does it
-    masking.watch()
-    masking.watch()
-    print("Traceback: sftp://user:hunter2@host/x is away", file=stream)
-    assert "".join(heard) == stream.getvalue() == "Traceback: sftp://user:***@host/x is away\n"
 
 
 IN_ADDRESS = f"s3://user:{SECRETS['password']}@bucket/x"
@@ -351,15 +327,6 @@ def test_the_client_has_the_passwords_that_a_command_line_no_longer_has():
         "command line: data.streams:",
         "command line: data.remote:",
     ]
-
-
-def test_a_line_of_figures_and_the_keys_of_a_yaml_keep_their_names(monkeypatch, capsys):
-    """Where a variable holds a common word it stood in place of a key that others read."""
-    monkeypatch.setattr(masking, "_texts", {"loss": "${oc.env:A}", "eval": "${oc.env:B}", "reached": "${oc.env:C}"})
-    masking.watch()
-    print("loss=1 eval:\n  eval: 2, see eval")
-    masking.print_as_it_is("loss=1 target=reached")
-    assert capsys.readouterr().out == "loss=1 eval:\n  eval: 2, see ${oc.env:B}\nloss=1 target=reached\n"
 
 
 def test_a_caption_is_shown_without_control_characters(tmp_path):
@@ -497,15 +464,15 @@ def test_a_run_of_variables_goes_on_where_only_places_have_other_values(miniatur
     assert evaluation.read(Place(str(tmp_path / "new"), tmp_path / "new", "run"), command).seed == 4712
     assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=2ba", "--print_config")) == 2
     assert capsys.readouterr().err == (
-        "command line: data.remote: '${oc.env:EASEL_PLACE}' has no value: the variable EASEL_PLACE is not set. Set it, or "
-        "write ${oc.env:EASEL_PLACE,DEFAULT}.\n"
+        "command line: data.remote: '${oc.env:EASEL_PLACE}' has no value: Environment variable 'EASEL_PLACE' not found. "
+        "Write ${oc.env:VARIABLE}, or ${KEY} of another key.\n"
     )
     monkeypatch.setenv("EASEL_PLACE", str(tmp_path / "moved"))
     assert benchmark.main(miniature.small(tmp_path, "new", *own, "max_duration=2ba", "--print_config")) == 0
     assert "  remote: ${oc.env:EASEL_PLACE}\n" in (shown := capsys.readouterr().out) and "moved" not in shown
 
 
-@pytest.mark.timeout(60, func_only=True)
+@pytest.mark.timeout(240, func_only=True)
 def test_a_secret_in_an_address_that_cannot_be_asked_is_in_no_message(capsys, tmp_path):
     for address in ("s3://AKIA:{password}@easel/x", "s3://easel/x?token={token}", "https://{token}@host/x?{password}"):
         remote = address.format(**SECRETS)

@@ -41,11 +41,12 @@ def test_machines_with_a_folder_each_go_on_from_the_store_and_from_rank_0(bucket
     # Lost: both disks, and what was written last.
     remove("summary.json", "full-ba000000000006")
     said = go("c", "d", "6ba")
-    assert "run_folder: " in said and "are sent there" in said and "resumes from batch 3, " in said
+    assert "run_folder: " in said and "they fetch the record" in said and "resumes from batch 3, " in said
     assert same_training(newest(tmp_path / "c/runs", "a"), end)
     assert [line["batch"] for line in read_lines(tmp_path / "c/runs/a" / METRICS)] == list(range(1, 7))
 
-    # The same machines once more: the copy that was sent before goes, the record is rank 0's. Then it is finished.
+    # The same machines once more, and rank 0 is ahead of the store, which gets its checkpoint before the other one asks.
+    remove("full-ba000000000006")
     assert "resumes from batch 6, " in go("c", "d", "7ba")
     copies = listed(tmp_path / "d/runs/a/checkpoints", FULL)
     assert [path.name for path in copies] == [listed(tmp_path / "c/runs/a/checkpoints", FULL)[1].name]

@@ -16,14 +16,11 @@ from callbacks.gradient_norm import GradientNorm
 from callbacks.losses import Losses
 from callbacks.run_record import RunRecord
 from callbacks.throughput import MeasureConfig, Throughput
-from cli.command_line import parse_command_line
 from cli.errors import ConfigError, text_of
 from cli.files import write_whole
-from config import load
 from record.config_file import ConfigFiles, found_batch_size, keep_batch_size, keep_keys, read_config, say_what_is_later
 from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
 from record.summary import spent, write_outcome
-from training.run_config import ALIASES, RunConfig
 
 
 def window(batch: int, **more) -> dict:
@@ -228,12 +225,6 @@ def test_who_begins_a_run_with_anothers_config_yaml_hears_what_that_one_was_give
     assert "later.yaml has what is otherwise since then: max_duration. Give these keys too" in capsys.readouterr().err
 
 
-def test_a_key_of_an_earlier_version_is_not_otherwise(tmp_path):
-    (tmp_path / "config.yaml").write_text("late_loss: true\n")
-    ConfigFiles({"async_loss": True}).write(tmp_path)
-    assert not (tmp_path / "later.yaml").exists()
-
-
 def test_a_file_is_written_whole_through_a_link_which_stays(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk" / "a.txt").write_text("old")
@@ -288,15 +279,3 @@ def test_a_run_whose_record_is_broken_is_refused_before_anything_is_built(tmp_pa
     (tmp_path / "a" / "metrics.jsonl").write_bytes(b"123\n" + LINES[0])
     [error] = refused(capsys, *words)
     assert error.startswith(f"{tmp_path}/a/metrics.jsonl: line 1 cannot be read: '123'")
-
-
-def test_keys_of_earlier_versions_are_still_taken_on_the_command_line_in_files_and_in_old_records(tmp_path):
-    old = tmp_path / "config.yaml"
-    old.write_text("late_loss: true\n")
-    assert read_config(tmp_path) == {"async_loss": True}
-    for words in ([str(old)], ["late_loss=true"], [str(old), "late_loss=true"]):
-        assert load(RunConfig, parse_command_line(words, ALIASES), check=lambda config: []).async_loss
-    record = RunRecord.__new__(RunRecord)
-    record.environment, record.how = {"device": "cpu", "num_devices": 1}, {"async_loss": True}
-    assert record._has_speed_of({**record.environment, "how": {"late_loss": True}})
-    assert not record._has_speed_of({**record.environment, "how": {"late_loss": False}})

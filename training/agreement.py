@@ -135,7 +135,7 @@ def _keys(config: RunConfig) -> dict[str, str]:
         if key == "data.streams" and isinstance(value, list):
             value = [{name: part for name, part in stream.items() if name not in OF_A_STREAM} for stream in value]
         if key not in MAY_DIFFER:
-            found[key] = masking.hidden(value if isinstance(value, str) else json.dumps(value))
+            found[key] = value if isinstance(value, str) else json.dumps(value)
     return found
 
 

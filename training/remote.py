@@ -30,7 +30,7 @@ from training import published
 from training.resume import check_begun
 from training.run_config import RunConfig, resolve
 from training.sharding import is_sharded
-from training.shared_folder import bring_to_all, replace_record
+from training.shared_folder import fetch_to_all, replace_record
 from training.uploads import Missing, Uploads
 
 ATTEMPTS = 3  # of each request, before the run
@@ -79,7 +79,7 @@ def bring_back(config: RunConfig, uploads: Uploads | None = None) -> tuple[RunCo
         folder = Path(config.run_folder, config.run_name or "")
         came, result = ranks.on_rank_zero(lambda: _brought(config, folder))
         if result is None and not is_sharded(config):
-            bring_to_all(folder)
+            fetch_to_all(folder, lambda: _upload(uploads), lambda: _fetch_newest(config, folder))
         config = _as_begun(config) if came or asks_all(config) else config
         if result is not None:
             if not came:
@@ -167,6 +167,33 @@ def _brought(config: RunConfig, folder: Path) -> tuple[bool, dict[str, Any] | No
         lock.release()
         if not was_there and not _has_files(folder):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _upload(uploads: Uploads | None) -> None:
+    """Give the store what rank 0's folder has. Raises Failed, ConfigError: it cannot be written."""
+    assert uploads is not None
+    try:
+        uploads.bring()
+    except store_errors() as error:
+        address = uploads.store.address
+        raise refusal(error, f"save.remote: {explain_store_error(error, address, 'written')}") from error
+
+
+def _fetch_newest(config: RunConfig, folder: Path) -> None:
+    """Bring the store's record and its newest checkpoint into a folder that rank 0 does not write."""
+    assert config.save.remote is not None
+    store = RunStore(config.save.remote, folder.name, ATTEMPTS)
+    try:
+        there = store.listed()
+        if CONFIG in there:
+            folder.mkdir(parents=True, exist_ok=True)
+            _fetch_record(store, there, folder)
+            newest = find_newest(folder / CHECKPOINTS)
+            full = [one for one in checkpoints_in(there)[0] if one.kind == FULL]
+            if full and (newest is None or full[0].number > number_of(newest)):
+                _fetch(store, full[0], folder)
+    except store_errors() as error:
+        raise refusal(error, f"save.remote: {explain_store_error(error, store.address)}") from error
 
 
 def _has_files(folder: Path) -> bool:

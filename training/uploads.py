@@ -153,7 +153,7 @@ class Uploads:
             asked, wait_sec = self._asked, FIRST_WAIT_SEC
             while not self._is_over.is_set():
                 try:
-                    self._bring()
+                    self.bring()
                 except Replaced as error:
                     self.replaced = str(error)
                     return
@@ -195,7 +195,7 @@ class Uploads:
             log.info(f"save.remote: {self.store.address} is back after {now - self._away_since:.0f} s.")
             self._away_since = None
 
-    def _bring(self) -> None:
+    def bring(self) -> None:
         """Bring the store to what the folder has. Raises Replaced, and what the store's client raises."""
         if self._there is None:
             self._there = self.store.listed()
@@ -275,7 +275,7 @@ class Uploads:
     def _next(self) -> Path | None:
         for path in self._local():
             with contextlib.suppress(FileNotFoundError):
-                if names_of(path) - self._there.keys():  # type: ignore[union-attr]  # _bring has listed them
+                if names_of(path) - self._there.keys():  # type: ignore[union-attr]  # bring has listed them
                     return path
         return None
 
