@@ -11,6 +11,7 @@ DGXNGPU x BATCHSIZE: yamls/mlperf_256.yaml; YAML= names another.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -78,18 +79,23 @@ def commands_of(given: Mapping[str, str], words: Sequence[str]) -> list[list[str
 def _problems(given: Mapping[str, str]) -> list[str]:
     found = []
     for name in NUMBERS:
-        if name in given and not (given[name].isdigit() and (int(given[name]) or name.endswith(("SEED", "STEPS")))):
+        if name in given and not (_is_whole(given[name]) and (int(given[name]) or name.endswith(("SEED", "STEPS")))):
             found.append(f"{name} is '{given[name]}'. Possible: a whole number.")
     if "DGXNGPU" not in given:  # launch/ranks.sh would count them, and the recipe would be that of another batch
         what = "Give the ranks of a node, of which the batch is made, or source a launch/config_*.sh"
         found.append(f"DGXNGPU is not given. {what}.")
     has, wanted = given.get("SLURM_JOB_NUM_NODES"), given.get("DGXNNODES")
-    if has and wanted and wanted.isdigit() and has != wanted:
+    if has and wanted and _is_whole(wanted) and has != wanted:
         found.append(f"DGXNNODES is {wanted}, but the job has {has} nodes. Give sbatch --nodes={wanted}.")
     for folder, name in PLACES.items():
         if name in given and not Path(given[name]).is_dir():
             found.append(f"{name}: {given[name]} is no folder. Wanted: what the recipes have in {folder}.")
     return found
+
+
+def _is_whole(text: str) -> bool:
+    """True for a number in ASCII digits that int() reads."""
+    return re.fullmatch(r"[0-9]{1,10}", text) is not None
 
 
 def _moved(yaml: str, given: Mapping[str, str]) -> list[str]:

@@ -42,8 +42,8 @@ class FolderPart(Source):
 
 def cut_folder(path: Path) -> list[Source]:
     """Cut a folder into parts. Raises OSError: it cannot be read."""
-    files = (file for file in path.iterdir() if not file.is_dir())  # a link to itself is neither
-    sizes = {file.name: file.stat().st_size if file.is_file() else 0 for file in files}
+    entries = (file for file in path.iterdir() if not file.is_dir())  # a link to itself is neither
+    sizes = {file.name: file.stat().st_size if file.is_file() else 0 for file in entries}
     parts: list[dict[str, int]] = [{}]
     num_samples = num_bytes = 0
     names = sorted(sizes, key=lambda name: (PurePosixPath(name).stem, name))

@@ -90,6 +90,10 @@ def test_what_the_variables_cannot_mean_is_said_at_once():
         "BATCHSIZE is '0'. Possible: a whole number.",
         "DATADIR: /nowhere is no folder. Wanted: what the recipes have in datasets/.",
     ]
+    for text in ("²", "9" * 5000, "8\n8"):  # which str.isdigit or int takes, but not both
+        with pytest.raises(ConfigError) as error:
+            mlperf.commands_of({"DGXNGPU": text}, [])
+        assert error.value.problems == [f"DGXNGPU is '{text}'. Possible: a whole number."]
     with pytest.raises(ConfigError) as error:
         mlperf.commands_of({"DGXNNODES": "2", "DGXNGPU": "8", "SLURM_JOB_NUM_NODES": "4"}, [])
     assert str(error.value) == "DGXNNODES is 2, but the job has 4 nodes. Give sbatch --nodes=2."
