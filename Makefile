@@ -378,22 +378,12 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m evaluation.plots reports/results/shapes/seed17.json reports/results/shapes/seed18.json reports/results/shapes/seed19.json \
 	  docs/pictures/scores.png target=yamls/shapes.yaml
 	$(PY) -m evaluation.plots reports/results/shapes/guidance/eval.jsonl reports/results/shapes/guidance/guidance.png
-	$(PY) -m reports.latency reports/results/latency_cpu.json docs/pictures/latency.png docs/speed.md
+	$(PY) -m reports.latency reports/results/latency_cpu.json docs/speed.md
 	$(PY) -m reports.tables reports/results/step.json docs/speed.md
 	$(PY) -m reports.tables reports/results/scale.json docs/data-and-stores.md
-	$(PY) -m reports.tables reports/results/rows_speed.json docs/laion.md
-	$(PY) -m reports.tables reports/results/prepare_speed.json docs/laion.md
-	$(PY) -m reports.tables reports/results/families_cpu.json docs/speed.md
-	$(PY) -m reports.tables reports/results/lora_cpu.json docs/weights.md
-	$(PY) -m reports.tables reports/results/cards.json docs/speed.md
-	$(PY) -m reports.tables reports/results/video_speed.json docs/benchmarks.md
-	$(PY) -m reports.tables reports/results/states_cpu.json docs/speed.md
 	$(PY) -m reports.tables reports/results/saving.json docs/checkpoints.md
-	$(PY) -m reports.tables reports/results/ranks_lost.json docs/health.md
-	$(PY) -m reports.tables reports/results/ranks.json docs/health.md
 	$(PY) -m reports.study reports/results/shapes_precision.json docs/pictures/precision.png docs/precision.md
 	$(PY) -m reports.latency reports/results/batches_cpu.json docs/speed.md
-	$(PY) -m reports.compare reports/nvidia_published.json docs/comparing.md
 	$(PY) -m reports.scaling reports/results/scaling.json docs/pictures docs/scaling.md
 	$(PY) -m reports.compare reports/results/sd2_tiny_cpu_compile/eager.json reports/results/sd2_tiny_cpu_compile/whole.json \
 	  reports/results/sd2_tiny_cpu_compile/blocks.json reports/results/sd2_tiny_cpu_compile/attention_math.json docs/comparing.md

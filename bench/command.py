@@ -21,7 +21,7 @@ from cli.files import write_whole
 from config import as_written, load, to_yaml
 from preflight.limits import unwritable
 from record.environment import environment
-from reports.tables import text_of
+from reports.tables import TABLES, about, text_of
 
 Config = TypeVar("Config")
 Measured = TypeVar("Measured")
@@ -80,7 +80,7 @@ def keep(results: str, schema: int, measured: str, config: Any, figures: Callabl
     began = time.monotonic()
     record = {**head(schema), "measured": measured, "config": as_written(config), **figures(), **ends(began)}
     write_record(results, record)
-    print(text_of(record))
+    print(text_of(record) if measured in TABLES else about(record))
 
 
 def in_a_process(what: str, work: Callable[..., Measured], *given: Any) -> Measured:

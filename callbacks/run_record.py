@@ -45,8 +45,8 @@ from record.files import (
     read_lines,
     remove_left_overs,
     run_id_of,
-    seconds_of_starts,
 )
+from record.history import read_history
 from record.metric_names import EVALUATION, IMAGES, VALIDATION, WINDOW, bins_named, named, streams_named
 from record.summary import COST_KEYS, RESULT_KEYS, finite, rounded, spent
 from record.writing import append_lines, as_lines
@@ -163,7 +163,7 @@ class RunRecord(Callback):
             write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})
             (self.folder / "summary.json").unlink(missing_ok=True)  # it would mark the run as finished
             if earlier or batch:
-                earlier_sec = None if {STARTS, METRICS} & set(self.lost) else seconds_of_starts(self.folder)
+                earlier_sec = None if {STARTS, METRICS} & set(self.lost) else read_history(self.folder).seconds
                 setup_sec = 0.0 if began is None else max(0.0, time.time() - began)
                 self.throughput.go_on(images, earlier_sec=earlier_sec, setup_sec=setup_sec)
             lines = self._cut_back(lambda line: line["batch"] <= batch)

@@ -5,14 +5,13 @@ callbacks/run_record.py says what they are, and writes them.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cli.errors import ConfigError
-from cli.files import read_regular
+from cli.files import open_regular, read_regular
 
 STARTS, METRICS, CUT, BAD_SAMPLES = "starts.jsonl", "metrics.jsonl", "metrics.cut.jsonl", "bad_samples.jsonl"
 SUMMARY = "summary.json"
@@ -20,6 +19,7 @@ SCORES = ("eval.jsonl", "eval.csv")
 """Written by evaluation/score_table.py."""
 OTHERS = ("config.yaml", "later.yaml", "environment.json", "mlperf.log", *SCORES)
 ALL = (STARTS, METRICS, CUT, BAD_SAMPLES, SUMMARY, *OTHERS)
+MOST_OF_LINE = 2**22  # bytes
 MOST_OF_LINES = 2**30  # bytes of a file of lines: a million windows have some 2**29
 NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     STARTS: {"start": int, "run_id": str, "device": str, "num_devices": int},
@@ -56,6 +56,17 @@ def remove_left_overs(folder: Path) -> None:
                 left.unlink(missing_ok=True)
 
 
+def parsed_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
+    """Yield number, bytes and object of each line of a .jsonl file; None: it is no whole object. Raises OSError."""
+    with open_regular(path, MOST_OF_LINES) as file:
+        for number, text in enumerate(iter(lambda: file.readline(MOST_OF_LINE), b""), 1):
+            try:
+                content = json.loads(text)
+            except (ValueError, RecursionError):
+                content = None
+            yield number, text, content if isinstance(content, dict) else None
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a .jsonl file, without a last one that a killed writer left unfinished.
 
@@ -64,28 +75,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """
     found = []
     fix = "Fix it, or remove that line: what it said is then lost, the others stay."
-    for number, (line, is_last) in enumerate(_split(path), 1):
-        try:
-            content = json.loads(line.decode())
-        except (ValueError, RecursionError):
-            content = None
-        if isinstance(content, dict):
-            if wrong := _wrong_in(path.name, content):
+    try:
+        for number, text, content in parsed_lines(path) if path.exists() else ():
+            if content is None and not text.endswith(b"\n"):
+                break
+            wrong = f"'{text[:-1][:40].decode(errors='replace')}' is no whole JSON object"
+            if content is None or (wrong := _wrong_in(path.name, content) or ""):
                 raise ConfigError([f"{path}: line {number:,} cannot be read: {wrong}. {fix}"])
             found.append(content)
-        elif not is_last:
-            given = f"'{line[:40].decode(errors='replace')}' is no whole JSON object"
-            raise ConfigError([f"{path}: line {number:,} cannot be read: {given}. {fix}"])
-    return found
-
-
-def _split(path: Path) -> list[tuple[bytes, bool]]:
-    """Return each line of a file and whether it is the last, which has no end where it is not empty."""
-    try:
-        lines = read_regular(path, MOST_OF_LINES).split(b"\n") if path.exists() else [b""]
     except OSError as error:
         raise ConfigError([f"{path} cannot be read: {error.strerror}. It is the run's own: bring it back."]) from error
-    return [(line, number == len(lines)) for number, line in enumerate(lines, 1)]
+    return found
 
 
 def _wrong_in(name: str, line: Mapping[str, Any]) -> str | None:
@@ -163,33 +163,6 @@ def check_record(folder: Path) -> None:
     read_lines(folder / STARTS)
 
 
-# --- what its starts were ---
-
-
-def seconds_of_starts(folder: Path, *, times_devices: bool = False) -> float:
-    """Return what all clocks of a run's starts had, as far as they left word: at their end, or in their last line.
-
-    Args:
-        times_devices: each start's seconds count once for each of its devices.
-    """
-    lines, total = read_lines(folder / METRICS), 0.0
-    with contextlib.suppress(OSError):
-        for text in read_regular(folder / CUT, MOST_OF_LINES).splitlines():
-            with contextlib.suppress(ValueError, RecursionError):  # what killed writers left is among them
-                lines.append(json.loads(text))
-    lines = [line for line in lines if isinstance(line, dict) and _wrong_in(METRICS, line) is None]
-    for start in read_lines(folder / STARTS):
-        own = [line for line in lines if line.get("start") == start["start"]]
-        said = [line["start_sec"] for line in own if "start_sec" in line]
-        if "seconds" in start:
-            said.append(start["seconds"])
-        windows = [line for line in own if is_window(line)]
-        of_windows = sum(line[clock] for line in windows for clock in CLOCKS)
-        seconds = max(said) if said else of_windows  # a start of an older version says no more
-        total += seconds * (start["num_devices"] if times_devices else 1)
-    return total
-
-
 def lost_history(folder: Path, checkpoint: Mapping[str, Any] | None) -> dict[str, str]:
     """Return what a run's record lacks of what it had when a checkpoint was written: file -> what is to be said of it.
 
@@ -204,11 +177,8 @@ def lost_history(folder: Path, checkpoint: Mapping[str, Any] | None) -> dict[str
     if starts != list(range(1, num_starts + 1)):
         found[STARTS] = _said(starts, num_starts, "start")
     lines = [line for line in read_lines(folder / METRICS) if line["batch"] <= batch and not line.get("unfinished")]
-    last_edge = kept.get("batch", 0) - len(kept.get("losses", []))  # that a checkpoint of before `lines` knows
     if len(lines) < kept.get("lines", 0):
         found[METRICS] = _said(lines, kept["lines"], "line")
-    elif "lines" not in kept and max((line["batch"] for line in lines), default=0) < last_edge:
-        found[METRICS] = f"ends before batch {last_edge}, to which it had come"
     return found
 
 

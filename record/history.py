@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from cli import masking
-from cli.files import open_regular, read_regular
+from cli.files import read_regular
 from record.config_file import CONFIG, LATER, read_files
-from record.files import BAD_SAMPLES, CLOCKS, CUT, METRICS, MOST_OF_LINES, STARTS, SUMMARY
+from record.files import BAD_SAMPLES, CLOCKS, CUT, METRICS, STARTS, SUMMARY, parsed_lines
 from record.mlperf_events import is_number
 
 SCHEMA = 1
@@ -32,7 +32,6 @@ COLUMNS = (
 )
 """What of a window's line is kept."""
 
-MOST_OF_LINE = 2**22  # bytes
 MOST = 1e100  # sums and products of such numbers are finite
 
 Line = Mapping[str, Any]
@@ -170,18 +169,13 @@ def _lines(path: Path, missing: list[str], *, is_needed: bool = True, is_scrap: 
         return
     broken, is_unfinished, newest = 0, False, SCHEMA
     try:
-        with open_regular(path, MOST_OF_LINES) as file:
-            for text in iter(lambda: file.readline(MOST_OF_LINE), b""):
-                try:
-                    line = json.loads(text)
-                except (ValueError, RecursionError):
-                    line = None
-                if isinstance(line, dict):
-                    newest = max(newest, int(number_of(line, "schema") or 0))
-                    yield line
-                elif text.strip():
-                    is_unfinished = not text.endswith(b"\n")
-                    broken += not is_unfinished
+        for _, text, line in parsed_lines(path):
+            if line is not None:
+                newest = max(newest, int(number_of(line, "schema") or 0))
+                yield line
+            elif text.strip():
+                is_unfinished = not text.endswith(b"\n")
+                broken += not is_unfinished
     except OSError as error:
         missing.append(f"{path.name} cannot be read: {error.strerror}.")
     if is_unfinished and not is_scrap:
@@ -237,29 +231,20 @@ def _padded(values: array[float], num: int) -> np.ndarray:
 
 
 def _seconds_of(starts: Sequence[Line], *found: _Lines) -> dict[int, float]:
-    """Return all clocks of each start: what it said at its end, else in its last line, else its windows' clocks."""
+    """Return all clocks of each start: as it recorded them at its end, else in its last line."""
     seconds: dict[int, float] = {}
-    for lines in found:
-        for start, last in lines.last_sec.items():
-            seconds[start] = max(last, seconds.get(start, 0.0))
-    for line in starts:
-        start = int(line["start"])
-        seconds[start] = max(number_of(line, "seconds") or 0.0, seconds.get(start, 0.0))
-    windows = found[0].columns()
-    of_windows = np.nansum([windows[clock] for clock in CLOCKS], axis=0)
-    for start in map(int, np.unique(windows["start"])):  # an older version says no more
-        seconds[start] = seconds.get(start) or float(of_windows[windows["start"] == start].sum())
+    ends = [(int(line["start"]), number_of(line, "seconds") or 0.0) for line in starts]
+    for start, last in [*ends, *(item for lines in found for item in lines.last_sec.items())]:
+        seconds[start] = max(last, seconds.get(start, 0.0))
     return dict(sorted(seconds.items()))
 
 
 def _elapsed(windows: Mapping[str, np.ndarray], seconds_of: Mapping[int, float]) -> np.ndarray:
     """Return the seconds of all clocks of all starts at each window's end."""
-    of_windows = np.nansum([windows[clock] for clock in CLOCKS], axis=0)
-    elapsed, before = np.full(len(of_windows), math.nan), 0.0
+    elapsed, before = windows["start_sec"].copy(), 0.0
     for start, seconds in seconds_of.items():
-        own = windows["start"] == start
-        within = np.where(np.isnan(windows["start_sec"][own]), np.cumsum(of_windows[own]), windows["start_sec"][own])
-        elapsed[own], before = before + within, before + seconds
+        elapsed[windows["start"] == start] += before
+        before += seconds
     return elapsed
 
 

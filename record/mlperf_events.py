@@ -37,6 +37,10 @@ METADATA = {
 """What a report reads of an event beside its value."""
 
 
+UNFINISHED = "its log ends in the middle of a line: it is being written, or its run was killed: then start that again, "
+UNFINISHED += "with the same command"
+
+
 class _Lines(logging.Handler):
     """Hands each line of mlperf-logging to the file at once, so that a killed run has lost none."""
 
@@ -131,21 +135,10 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(
             [f"{path}: a folder, where the log of the run belongs. Take it away, or take another run_name."]
         )
-    found = []
-    lines = _text_of(path).splitlines(keepends=True) if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
-            break
-        event = _content_of(line)
-        if not (isinstance(event, dict) and event.keys() >= FIELDS):
-            given = f"{path}: line {number:,} is no event of MLPerf's: '{line[:40].rstrip()}'"
-            raise ConfigError([f"{given}. Fix it or take it out, or run without a log (mlperf.enabled=false)."])
-        found.append(event)
-    return found
-
-
-def _text_of(path: Path) -> str:
-    return read_regular(path).decode(errors="replace")
+    events, fault = events_to_fault(path)
+    if fault is not None and fault != UNFINISHED:
+        raise ConfigError([f"{path}: {fault}. Fix it or take it out, or run without a log (mlperf.enabled=false)."])
+    return events or []
 
 
 def events_to_fault(path: Path) -> tuple[list[dict[str, Any]] | None, str | None]:
@@ -155,13 +148,16 @@ def events_to_fault(path: Path) -> tuple[list[dict[str, Any]] | None, str | None
     found = []
     for number, line in enumerate(_text_of(path).splitlines(keepends=True), 1):
         if not line.endswith("\n"):
-            how = "it is being written, or its run was killed: then start that again, with the same command"
-            return found, f"its log ends in the middle of a line: {how}"
+            return found, UNFINISHED
         event = _content_of(line)
         if (text := _fault_of(event)) is not None:
             return found, f"line {number:,} of its log {text}: Easel has not written it so"
         found.append(event)
     return found, None
+
+
+def _text_of(path: Path) -> str:
+    return read_regular(path).decode(errors="replace")
 
 
 def _content_of(line: str) -> Any:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cli.files import write_json
-from record.files import METRICS, STARTS, read_summary, seconds_of_starts
+from record.files import METRICS, STARTS, read_summary
+from record.history import read_history
 
 RESULT_KEYS = (
     "images_per_sec",
@@ -39,11 +40,8 @@ def spent(folder: Path, per_device_hour: float | None, lost: Collection[str] = (
     Args:
         per_device_hour: price of a device for an hour; None: there is no cost.
         lost: files of the record with missing parts; without the starts or the metrics the hours are None.
-
-    Raises:
-        ConfigError: a file of the record is broken.
     """
-    hours = None if {STARTS, METRICS} & {*lost} else seconds_of_starts(folder, times_devices=True) / 3600
+    hours = None if {STARTS, METRICS} & {*lost} else read_history(folder).device_hours
     price = {} if per_device_hour is None else {"cost": None if hours is None else hours * per_device_hour}
     return {key: rounded(value) for key, value in {"device_hours": hours, **price}.items()}
 

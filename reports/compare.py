@@ -4,7 +4,6 @@
     python -m reports.compare A.json B.json C.json                  # records of a ladder's rungs, or of a command of bench
     python -m reports.compare A.json B.json across=stage            # this key may differ, though it says what is trained
     python -m reports.compare runs/a1,runs/a2,... runs/b1,...       # repeated runs; there a run is one value
-    python -m reports.compare reports/nvidia_published.json         # published figures in the same form
     python -m reports.compare A.json B.json PAGE.md                 # the table between a page's marks
 
 The first is what the others are set against. Machine, versions, commit and settings may differ, and are listed below the
@@ -19,8 +18,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cli.command import command
 from cli.errors import ConfigError, Refused
@@ -30,16 +28,13 @@ from record.files import SUMMARY
 from reports.compare_records import (
     ALIKE_FRAC,
     NOT_RECORDED,
-    PUBLISHED,
     RUN,
     WORK,
     Record,
-    is_published,
     read,
-    read_published,
 )
 from reports.marks import rewrite
-from reports.page_compare import ABSENT, OWN_KEYS, differing
+from reports.page_compare import OWN_KEYS, differing
 from reports.page_text import figure, plain
 from reports.record_table import Row, Table
 from reports.tables import in_markdown
@@ -49,35 +44,27 @@ MOST_RECORDS = 16
 OF_NO_SPEED = ("loggers.", "cost.")
 """Sections of a configuration whose differences are not listed."""
 MADE_WITH = ("torch_version", "commit")
-FIRST, NO_VERDICT = "the first", "none: no spread was published"
+FIRST = "the first"
 
 
-class Words(NamedTuple):
-    """A command line."""
-
-    places: tuple[str, ...]
-    pages: tuple[str, ...]
-    across: tuple[str, ...]
-
-
-def read_words(argv: Sequence[str]) -> Words:
-    """Read the command line, and no file. Raises ConfigError: each problem of it."""
+def read_words(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return records, pages and the keys of across, and read no file. Raises ConfigError: each problem of the words."""
     keys = [word for word in argv if "=" in word and kind_of_path(word) is None]
-    pages = tuple(word for word in argv if word.endswith(".md") and word not in keys)
-    places = tuple(word for word in argv if word not in (*keys, *pages))
-    problems = []
-    for word in keys:
-        key, _, value = word.partition("=")
-        if key != "across" or not value:
-            problems.append(f"command line: '{shown(word)}' is not known. Possible: across=KEY,KEY.")
+    pages = [word for word in argv if word.endswith(".md") and word not in keys]
+    places = [word for word in argv if word not in (*keys, *pages)]
+    given = [word.partition("=") for word in keys]
+    problems = [
+        f"command line: '{shown(''.join(parts))}' is not known. Possible: across=KEY,KEY."
+        for parts in given
+        if parts[0] != "across" or not parts[2]
+    ]
     if not places:
         problems.append("command line: no record given. Give two and more: runs/NAME, or files.")
     if len(places) > MOST_RECORDS:
         problems.append(f"command line: {len(places)} records given. Possible: 2 to {MOST_RECORDS}. Give fewer.")
     if problems:
         raise ConfigError(problems)
-    across = tuple(key for word in keys for key in word.partition("=")[2].split(",") if key)
-    return Words(places, pages, across)
+    return places, pages, [key for _, _, value in given for key in value.split(",") if key]
 
 
 # --- what compares ---
@@ -171,11 +158,8 @@ def rows_of(records: Sequence[Record]) -> Iterator[Row]:
                 yield (*shown_as, None, FIRST)
                 continue
             ratio = ratio_of(sample, first.figures[key])
-            if record.kind == PUBLISHED:
-                yield (*shown_as, f"{ratio.value:.3f}", NO_VERDICT)
-            else:
-                spread = f"{ratio.value:.3f} ({ratio.least:.3f} to {ratio.greatest:.3f})"
-                yield (*shown_as, spread, said_of(key, ratio))
+            spread = f"{ratio.value:.3f} ({ratio.least:.3f} to {ratio.greatest:.3f})"
+            yield (*shown_as, spread, said_of(key, ratio))
 
 
 def _spread(sample: Sample) -> str:
@@ -187,14 +171,14 @@ def _count(sample: Sample) -> str | None:
     return f"{sample.num} {sample.unit}{'s' * (sample.num != 1)}" if sample.num else None
 
 
-def table_of(title: str, groups: Sequence[Sequence[Record]]) -> Table:
-    """Return the table of records; of several groups each is set against its own first."""
-    rows = [row for records in groups for row in rows_of(records)]
-    if all(record.kind in (RUN, PUBLISHED) for records in groups for record in records):
+def table_of(records: Sequence[Record]) -> Table:
+    """Return the table of records, each set against the first."""
+    title = f"Set against {records[0].name}; the median, with the least and the greatest:"
+    head: tuple[str, ...] = ("figure", "record", "device", "value", "of", "ratio to the first", "verdict")
+    if records[0].kind == RUN:
         head = ("record", "device", "images/s a device", "of", "ratio to the first", "verdict")
-        return Table(title, head, "llrrrl", [row[1:] for row in rows])
-    head = ("figure", "record", "device", "value", "of", "ratio to the first", "verdict")
-    return Table(title, head, "lllrrrl", rows)
+        return Table(title, head, "llrrrl", [row[1:] for row in rows_of(records)])
+    return Table(title, head, "lllrrrl", list(rows_of(records)))
 
 
 # --- what stands below it ---
@@ -203,22 +187,16 @@ def table_of(title: str, groups: Sequence[Sequence[Record]]) -> Table:
 def notes_of(records: Sequence[Record]) -> list[str]:
     """Return a line for each key that differs, settings first, and for what has to be known of the records."""
     other = other_work(records)
-    notes = [f"allowed by across: {key} {_row(values)}" for key, values in other.items()]
+    notes = [f"allowed by across: {key} {' | '.join(map(_value, values))}" for key, values in other.items()]
     settings = differing([record.settings for record in records])
     named = {row.name for row in settings} | {key for record in records for key in (*record.what, *record.machine)}
     if all(record.config for record in records):
-        configs = differing([record.config for record in records], OWN_KEYS)
-        settings += [
-            row
-            for row in configs
-            if not {row.name, row.name.rpartition(".")[2]} & named and not row.name.startswith(OF_NO_SPEED)
-        ]
+        rows = differing([record.config for record in records], OWN_KEYS)
+        rows = [row for row in rows if not {row.name, row.name.rpartition(".")[2]} & named]
+        settings += [row for row in rows if not row.name.startswith(OF_NO_SPEED)]
     for what, rows in (("setting", settings), ("machine", differing([record.machine for record in records]))):
         told = {row.name: [text for text, _ in row.cells] for row in rows}
-        partly = {key: {*texts} - {ABSENT} for key, texts in told.items() if len({*texts} - {ABSENT}) == 1}
-        notes += [f"differs, {what}: {key} {' | '.join(texts)}" for key, texts in told.items() if key not in partly]
-        if partly:
-            notes.append(f"not in every record, {what}: {', '.join(f'{key} {text}' for key, [text] in partly.items())}")
+        notes += [f"differs, {what}: {key} {' | '.join(texts)}" for key, texts in told.items()]
     if not notes:
         notes.append("nothing that was recorded differs: two starts of the same. Repeated runs, with commas, say more")
     if records[0].kind == RUN:
@@ -227,7 +205,12 @@ def notes_of(records: Sequence[Record]) -> list[str]:
         notes.append(f"made with: {made}")
     for remark in dict.fromkeys(remark for record in records for remark in record.remarks):
         notes.append(f"{', '.join(record.name for record in records if remark in record.remarks)}: {remark}")
-    if _too_few(records):
+    ratios = [
+        ratio_of(record.figures[key], records[0].figures[key])
+        for record in records[1:]
+        for key in common(record, records[0])
+    ]
+    if not all(ratio.is_enough or ratio.is_one_start for ratio in ratios):
         notes.append("some figures have too few values for a verdict: five of each suffice")
     return notes
 
@@ -239,43 +222,22 @@ def _alike(all_of: Sequence[Mapping[str, Any]], without: Sequence[str] = (), onl
     return ", ".join(f"{key} {_value(first[key])}" for key in keys if all(of.get(key) == first[key] for of in all_of))
 
 
-def _row(values: Sequence[Any]) -> str:
-    return " | ".join(map(_value, values))
-
-
-def _too_few(records: Sequence[Record]) -> bool:
-    first = records[0]
-    ratios = [
-        ratio_of(record.figures[key], first.figures[key]) for record in records[1:] for key in common(record, first)
-    ]
-    return not all(ratio.is_enough or ratio.is_one_start for ratio in ratios)
-
-
-def _own(path: Path) -> Path:
-    """Return what a record's name is taken from: a run's folder, or its file without the ending."""
-    place = path.resolve()
-    return place.parent if place.name == SUMMARY else place.with_suffix("")
-
-
 def told_apart(records: Sequence[Record]) -> list[Record]:
-    """Return the records with as much of the path in the name as tells it from the others'."""
-    found, most = list(records), max(len(path.resolve().parts) for record in records for path in record.paths)
-    for depth in range(2, most + 1):
-        names = [record.name for record in found]
-        found = [
-            replace(record, name="/".join(_own(record.paths[0]).parts[-depth:]))
-            if names.count(record.name) > 1
-            else record
-            for record in found
-        ]
-    return [replace(record, name=plain(record.name, 120)) for record in found]
+    """Return the records; those of one name with the folder above in it."""
+    names, found = [record.name for record in records], []
+    for record in records:
+        place = record.paths[0].resolve()
+        own = place.parent if place.name == SUMMARY else place.with_suffix("")
+        name = "/".join(own.parts[-2:]) if names.count(record.name) > 1 else record.name
+        found.append(replace(record, name=plain(name, 120)))
+    return found
 
 
 # --- the command ---
 
 
 def compared(places: Sequence[str], across: Sequence[str] = ()) -> tuple[Table, list[str]]:
-    """Compare records, or show published figures.
+    """Compare records.
 
     Args:
         places: what each of them is read from; the first is what the others are set against.
@@ -288,12 +250,6 @@ def compared(places: Sequence[str], across: Sequence[str] = ()) -> tuple[Table, 
         ConfigError: they cannot be read, or do not compare; each problem.
     """
     records, problems = [], []
-    if len(places) == 1 and is_published(places[0]):
-        try:
-            published = read_published(places[0])
-        except ValueError as error:
-            raise ConfigError([str(error)]) from error
-        return table_of(published.title, published.groups), []
     for place in places:
         try:
             records.append(read(place))
@@ -304,9 +260,7 @@ def compared(places: Sequence[str], across: Sequence[str] = ()) -> tuple[Table, 
         problems = problems_of(records, across)
     if problems:
         raise ConfigError(problems)
-    return table_of(
-        f"Set against {records[0].name}; the median, with the least and the greatest:", [records]
-    ), notes_of(records)
+    return table_of(records), notes_of(records)
 
 
 def markdown_of(table: Table, notes: Sequence[str]) -> str:
@@ -320,15 +274,15 @@ def markdown_of(table: Table, notes: Sequence[str]) -> str:
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    words = read_words(argv)
-    table, notes = compared(words.places, words.across)
+    places, pages, across = read_words(argv)
+    table, notes = compared(places, across)
     try:
-        rewrite(words.pages, " ".join(words.places), markdown_of(table, notes))
+        rewrite(pages, " ".join(places), markdown_of(table, notes))
     except OSError as error:
         raise Refused(f"{error.filename}: {error.strerror}. Check the path.") from error
     except ValueError as error:
         raise Refused(str(error)) from error
-    if not words.pages:
+    if not pages:
         print("\n".join([table.title, as_table(table.head, table.rows, table.align), *notes]))
     return 0
 

@@ -1,7 +1,7 @@
 """The records that reports.compare takes, read: figures with their values, and which keys have to be the same.
 
 Two kinds: a run (its folder, its summary.json, or a record of bench.ladder), and a record of another command of bench whose
-figures have KEY, KEY_min and KEY_max. Figures that others have published are a form of their own.
+figures have KEY, KEY_min and KEY_max.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from record.summary import COST_KEYS, RESULT_KEYS, VAL_LOSS
 from reports.verdicts import Sample, sample_of
 
 SPEED = "images_per_sec_per_device"
-RUN, PUBLISHED = "run", "published"
+RUN = "run"
 SCHEMA = 1
-"""Of summary.json (callbacks/run_record.py) and of published figures."""
+"""Of summary.json (callbacks/run_record.py)."""
 OF_A_RUN = (
     *("family", "preset", "variant", "stage", "synthetic", "image_size", "bucket_sizes", "trained_parameters"),
     *("ema", "device_batch_size", "tflop_per_image"),
@@ -32,9 +32,7 @@ OF_A_RUN = (
 ABSENT_IS_NONE = ("bucket_sizes",)
 WORK = "tflop_per_image"
 ALIKE_FRAC = 0.01  # by which two counts of WORK may differ: another torch counts the same network a little differently
-OF_A_CASE = (
-    *("what", "image_size", "num_frames", "batch_size", "parameters", "preset", "precision", "film_size", "clip_size"),
-)
+OF_A_CASE = ("image_size", "batch_size", "preset", "precision")
 """What a record of bench has measured, beside its `config`; they have to be the same."""
 OF_NO_FIGURE = ("results", "work", "rounds", "parts", "times", "other", "largest_gib")
 """Keys of a bench command that say which figures there are, or how often they were measured."""
@@ -66,7 +64,7 @@ class Record:
     """The files that it was read from, of repeated runs several."""
     name: str
     kind: str
-    """RUN, PUBLISHED, or the command of bench."""
+    """RUN, or the command of bench."""
     figures: Mapping[str, Sample]
     what: Mapping[str, Any] = field(default_factory=dict)
     """Keys that have to be the same."""
@@ -115,8 +113,6 @@ def _read_one(word: str) -> Record:
     where, content = shown(str(path), 300), _content(path)
     history = read_history(folder) if folder and (folder / METRICS).is_file() else None
     name = (path.parent.resolve().name if path.name == SUMMARY else path.stem) or where
-    if "published" in content:
-        raise ValueError(f"{where}: has published figures, which no key says how they were made. Give it alone.")
     if content.get("status", "ok") != "ok":
         status = given_as(content["status"])
         raise ValueError(f"{where}: its status is {status}: no speed was measured. Give one whose status is ok.")
@@ -137,14 +133,17 @@ def _content(path: Path) -> dict[str, Any]:
         raise ValueError(f"{where}: is no whole JSON ({type(error).__name__}: {error}). Give another one.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{where}: holds a {type(content).__name__}. Give a record, which is one object.")
-    return dict(content)
+    return {"async_loss" if key == "late_loss" else key: value for key, value in content.items()}  # committed records
 
 
 # --- runs ---
 
 
 def _run(where: str, path: Path, name: str, content: Line, history: History | None) -> Record:
-    _check_schema(where, content)
+    if (schema := content.get("schema", SCHEMA)) != SCHEMA:
+        raise ValueError(
+            f"{where}: is of schema {given_as(schema)}. Possible: {SCHEMA}. Read it with the code of its commit."
+        )
     num = _above_zero(where, content, "num_devices")
     middle, least, greatest, batch = (
         _above_zero(where, content, key)
@@ -173,13 +172,6 @@ def _run(where: str, path: Path, name: str, content: Line, history: History | No
 
 def _is_above_zero(value: Any) -> bool:
     return (found := number_of({"it": value}, "it")) is not None and found > 0.0
-
-
-def _check_schema(where: str, content: Line) -> None:
-    if (schema := content.get("schema", SCHEMA)) != SCHEMA:
-        raise ValueError(
-            f"{where}: is of schema {given_as(schema)}. Possible: {SCHEMA}. Read it with the code of its commit."
-        )
 
 
 def _above_zero(where: str, content: Line, key: str) -> float:
@@ -258,12 +250,9 @@ NOT_RECORDED = _NotRecorded()
 def _of_bench(where: str, path: Path, name: str, content: Line) -> Record:
     config = content.get("config")
     config = config if isinstance(config, dict) else {}
-    figures = dict(_figures("", content, config))
+    figures = dict(_figures(content, config))
     what = {f"config.{key}": value for key, value in config.items() if key not in OF_NO_FIGURE}
     what |= {key: content[key] for key in OF_A_CASE if key in content}
-    for case in _cases(content):
-        figures |= _figures(f"{case['case']}: ", case, config)
-        what |= {f"{case['case']}: {key}": case[key] for key in OF_A_CASE if key in case}
     if not figures:
         wanted = f"{SPEED}, or figures with _min and _max"
         raise ValueError(
@@ -279,12 +268,7 @@ def _of_bench(where: str, path: Path, name: str, content: Line) -> Record:
     return Record((path,), name, kind, figures, what=what, machine=_machine(content), remarks=remarks)
 
 
-def _cases(content: Line) -> list[dict[str, Any]]:
-    cases = content.get("cases")
-    return [case for case in cases if isinstance(case, dict) and "case" in case] if isinstance(cases, list) else []
-
-
-def _figures(before: str, content: Line, config: Line) -> Iterator[tuple[str, Sample]]:
+def _figures(content: Line, config: Line) -> Iterator[tuple[str, Sample]]:
     """Yield (key, sample) of each figure with its extremes; where rounds are kept, of each that has some: of no ratio."""
     rounds, num = content.get("by_round"), number_of(config, "rounds")
     for key in content:
@@ -292,57 +276,6 @@ def _figures(before: str, content: Line, config: Line) -> Iterator[tuple[str, Sa
         if not 0.0 < least <= middle <= most:
             continue
         if not isinstance(rounds, dict):
-            yield f"{before}{key}", Sample(middle, least, most, int(num or 0), unit="round")
+            yield key, Sample(middle, least, most, int(num or 0), unit="round")
         elif isinstance(values := rounds.get(key), list) and values and all(map(_is_above_zero, values)):
-            yield f"{before}{key}", sample_of([float(value) for value in values], "round")
-
-
-# --- published figures ---
-
-
-@dataclass(frozen=True)
-class Published:
-    """Figures of others, which were not measured here."""
-
-    title: str
-    groups: Sequence[Sequence[Record]]
-    """Records of one configuration on several devices."""
-
-
-def read_published(word: str) -> Published:
-    """Read a file of published figures. Raises ValueError: it cannot be read, or is none."""
-    path, where = Path(word), shown(word, 300)
-    content = _content(path)
-    _check_schema(where, content)
-    try:
-        by, source, read_on = (content[key] for key in ("published", "source", "read"))
-        title = f"Published by {by}, not measured here: {content['what']}. {content['not_stated']} {source}, {read_on}"
-        groups = [
-            [
-                Record(
-                    (path,),
-                    f"{by}, {row['name']}",
-                    PUBLISHED,
-                    {SPEED: Sample(value, value, value, 0)},
-                    machine={"device": device},
-                )
-                for device in row[SPEED]
-                if (value := _above_zero(where, row[SPEED], device))
-            ]
-            for row in content["rows"]
-        ]
-    except (KeyError, TypeError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{where}: has no published figures ({said}). See reports/nvidia_published.json.") from error
-    if not groups or any(len(group) < 2 for group in groups):
-        said = "each row needs two devices"
-        raise ValueError(f"{where}: has no published figures ({said}). See reports/nvidia_published.json.")
-    return Published(title, groups)
-
-
-def is_published(word: str) -> bool:
-    """True for a file of published figures; what cannot be read is none."""
-    try:
-        return "published" in _content(Path(word))
-    except ValueError:
-        return False
+            yield key, sample_of([float(value) for value in values], "round")

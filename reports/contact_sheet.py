@@ -23,7 +23,6 @@ GAP_PX, EDGE_PX = 16, 24
 CAPTION_PX, NOTE_PX, HEADING_PX = 14, 12, 20
 INK, GREY, FRAME = "#1c1c1c", "#6b6b6b", "#d4d4d4"
 MAX_COLUMNS = 8
-NONE = "\u25a1"  # in place of a letter that the font does not have
 
 
 @dataclass(frozen=True)
@@ -37,26 +36,11 @@ class Picture:
 
 @functools.cache
 def font(size_px: int, style: str = "") -> ImageFont.FreeTypeFont:
-    """Return DejaVu Sans, which matplotlib brings: Latin, Greek, Cyrillic and more, no Chinese. style: "-Bold" or none."""
-    return ImageFont.truetype(_file_of(style), size_px)
-
-
-def _file_of(style: str) -> str:
+    """Return DejaVu Sans, which matplotlib ships: Latin, Greek, Cyrillic; a box for all else. style: "-Bold" or none."""
     import matplotlib
 
-    return str(Path(matplotlib.get_data_path(), "fonts", "ttf", f"DejaVuSans{style}.ttf"))
-
-
-@functools.cache
-def _letters() -> frozenset[int]:
-    from matplotlib.ft2font import FT2Font
-
-    return frozenset(FT2Font(_file_of("")).get_charmap())
-
-
-def drawable(text: str) -> str:
-    """Return a text on one line in letters that the font has."""
-    return "".join(letter if ord(letter) in _letters() else NONE for letter in printable(text))
+    path = Path(matplotlib.get_data_path(), "fonts", "ttf", f"DejaVuSans{style}.ttf")
+    return ImageFont.truetype(str(path), size_px)
 
 
 def contact_sheet(pictures: Sequence[Picture], heading: str, about: str, alike: int = 1) -> Image.Image:
@@ -75,9 +59,9 @@ def contact_sheet(pictures: Sequence[Picture], heading: str, about: str, alike: 
     deep = [tall + 6 + max(sum(_line_px(font_) for font_, _, _ in texts[place]) for place in row) for row in rows]
     width = columns * (wide + GAP_PX) - GAP_PX
     head = [
-        (font(HEADING_PX, "-Bold"), INK, line) for line in wrapped(drawable(heading), font(HEADING_PX, "-Bold"), width)
+        (font(HEADING_PX, "-Bold"), INK, line) for line in wrapped(printable(heading), font(HEADING_PX, "-Bold"), width)
     ]
-    head += [(font(NOTE_PX), GREY, line) for line in wrapped(drawable(about), font(NOTE_PX), width)]
+    head += [(font(NOTE_PX), GREY, line) for line in wrapped(printable(about), font(NOTE_PX), width)]
     begin = EDGE_PX + sum(_line_px(font_) for font_, _, _ in head) + GAP_PX
     sheet = Image.new("RGB", (width + 2 * EDGE_PX, begin + sum(deep) + GAP_PX * (len(rows) - 1) + EDGE_PX), "white")
     draw = ImageDraw.Draw(sheet)
@@ -119,8 +103,8 @@ Line = tuple[ImageFont.FreeTypeFont, str, str]
 
 
 def _texts(picture: Picture, wide_px: int) -> list[Line]:
-    lines = [(font(CAPTION_PX), INK, line) for line in wrapped(drawable(picture.caption), font(CAPTION_PX), wide_px)]
-    notes = wrapped(drawable(picture.note), font(NOTE_PX), wide_px) if picture.note else []
+    lines = [(font(CAPTION_PX), INK, line) for line in wrapped(printable(picture.caption), font(CAPTION_PX), wide_px)]
+    notes = wrapped(printable(picture.note), font(NOTE_PX), wide_px) if picture.note else []
     return lines + [(font(NOTE_PX), GREY, line) for line in notes]
 
 

@@ -2,6 +2,7 @@
 // Asks for a newer page and puts it in place of this one; what the reader has moved, opened and focused stays so.
 {
   const said = document.getElementById("live");
+  said.style = "position: sticky; bottom: 0; margin: 0; padding: .5rem 1rem; max-width: none; background: var(--panel, Canvas); color: var(--ink, CanvasText)";
   const all = selector => [...document.querySelectorAll(selector)];
   const slider = "input[type=range]";
   const pictures = range => all(`#${range.id.replace("slider", "image")} img`);

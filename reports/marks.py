@@ -1,4 +1,4 @@
-"""Tables between a page's marks, made anew from a record.
+"""Commands that show a record: as text, as a table between a page's marks, as a picture.
 
 <!-- table of reports/results/step.json -->
 <!-- end of table -->
@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from cli.files import read_regular, write_whole
+from cli.errors import Refused
+from cli.files import read_json, read_regular, write_whole
 
 
 def rewrite(pages: Sequence[str], place: str, table: str) -> None:
@@ -36,3 +38,48 @@ def written_into(page: str, place: str, table: str) -> str:
         marks = f"<!-- table of {place} --> and <!-- end of table -->"
         raise ValueError(f"the page has no place for the table of {place}. Add {marks}.")
     return block.sub(lambda found: found[1] + table + found[2], page)
+
+
+def show_record(
+    argv: Sequence[str],
+    what: str,
+    text_of: Callable[[Mapping[str, Any]], str],
+    markdown_of: Callable[[Mapping[str, Any]], str],
+    draw: Callable[[Mapping[str, Any], Path], None] | None = None,
+) -> int:
+    """Run a command that shows a record: RECORD.json [OUT.png] [PAGE.md].
+
+    Args:
+        what: which command writes such records.
+        text_of, markdown_of: format a record; KeyError, TypeError, AttributeError or ValueError: it is none of `what`.
+        draw: writes its picture; ValueError: it has nothing to draw.
+
+    Raises:
+        Refused: the words, a file or the record are wrong.
+    """
+    suffixes = (".json", ".png", ".md") if draw else (".json", ".md")
+    kinds = {suffix: [word for word in argv if word.endswith(suffix)] for suffix in suffixes}
+    if len(kinds[".json"]) != 1 or sum(map(len, kinds.values())) != len(argv):
+        possible = "RECORD.json, OUT.png, PAGE.md" if draw else "RECORD.json, PAGE.md"
+        raise Refused(f"command line: {' '.join(argv)}. Possible: {possible}. Give one record.")
+    [place] = kinds[".json"]
+    try:
+        record = read_json(Path(place))
+        text, table = text_of(record), markdown_of(record)
+    except OSError as error:
+        raise Refused(f"{error.filename}: {error.strerror}. Check the path.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"{place}: is no record of {what} ({type(error).__name__}: {error}).") from error
+    try:
+        rewrite(kinds[".md"], place, table)
+        for path in kinds.get(".png", []):
+            assert draw is not None
+            draw(record, Path(path))
+            print(f"written: {path}")
+    except OSError as error:
+        raise Refused(f"{error.filename}: {error.strerror}. Check the path.") from error
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    if len(argv) == 1:
+        print(text)
+    return 0

@@ -1,13 +1,12 @@
-"""Combine runs into an MLPerf result: the olympic mean of their times, the reference points, a picture, a submission.
+"""Combine runs into an MLPerf result: the olympic mean of their times, the reference points, a submission.
 
     python -m reports.mlperf runs/mlperf-256-*                     # -> mlperf_report/
     python -m reports.mlperf runs/mlperf-256-* out=submission
 
 A result is ten runs of one configuration with ten seeds. One of them may fail; it counts as the slowest. In the closed
-division none may have been restarted. A run that cannot count is named with the reason. A run without a log is only drawn.
-Written are
+division none may have been restarted. A run that cannot count is named with the reason.
+Where the last evaluation of each stands among the reference's 40 runs is printed; `reports.page` draws it. Written are
 
-    band.png                                       FID and CLIP score over images, over the reference's 40 runs (not of flux1)
     ORG/results/SYSTEM/BENCHMARK/result_0.txt ...  the logs, by seed; BENCHMARK: stable_diffusion or flux1
     ORG/systems/SYSTEM.json                        the system, as far as environment.json knows it
     ORG/benchmarks/BENCHMARK/implementations/easel/README.md
@@ -35,54 +34,24 @@ from cli.files import read_regular, write_json, write_whole
 from cli.log import log
 from cli.table import as_table
 from record.config_file import masked_text
-from reports.mlperf_band import draw, read_bands, standing
+from record.mlperf_events import NAME
+from reports.mlperf_band import read_bands, standing
 from reports.mlperf_runs import Run, differences, olympic_mean, read_run, reference_points, same_seeds
 
 NUM_RUNS = 10  # of a result (mlperf_logging.benchmark_meta)
 MAX_FAILED = 1
 STATUS = "Research, Development, or Internal (RDI)"  # until somebody submits it
-SYSTEM_FIELDS = [
-    "submitter",
-    "division",
-    "status",
-    "system_name",
-    "number_of_nodes",
-    "host_processors_per_node",
-    "host_processor_model_name",
-    "host_processor_core_count",
-    "host_processor_vcpu_count",
-    "host_processor_frequency",
-    "host_processor_caches",
-    "host_processor_interconnect",
-    "host_memory_capacity",
-    "host_storage_type",
-    "host_storage_capacity",
-    "host_networking",
-    "host_networking_topology",
-    "host_memory_configuration",
-    "accelerators_per_node",
-    "accelerator_model_name",
-    "accelerator_host_interconnect",
-    "accelerator_frequency",
-    "accelerator_on-chip_memories",
-    "accelerator_memory_configuration",
-    "accelerator_memory_capacity",
-    "accelerator_interconnect",
-    "accelerator_interconnect_topology",
-    "cooling",
-    "hw_notes",
-    "framework",
-    "other_software_stack",
-    "operating_system",
-    "sw_notes",
-]
-VERSIONS = {
-    "mosaicml": "Composer",
-    "mosaicml-streaming": "Streaming",
-    "diffusers": "diffusers",
-    "cuda": "CUDA",
-    "cudnn": "cuDNN",
-}
+SYSTEM_FIELDS = """
+submitter division status system_name number_of_nodes host_processors_per_node host_processor_model_name
+host_processor_core_count host_processor_vcpu_count host_processor_frequency host_processor_caches
+host_processor_interconnect host_memory_capacity host_storage_type host_storage_capacity host_networking
+host_networking_topology host_memory_configuration accelerators_per_node accelerator_model_name
+accelerator_host_interconnect accelerator_frequency accelerator_on-chip_memories accelerator_memory_configuration
+accelerator_memory_capacity accelerator_interconnect accelerator_interconnect_topology cooling hw_notes framework
+other_software_stack operating_system sw_notes
+""".split()  # noqa: SIM905
+VERSIONS = {"mosaicml": "Composer", "mosaicml-streaming": "Streaming", "diffusers": "diffusers"}
+VERSIONS |= {"cuda": "CUDA", "cudnn": "cuDNN"}
 
 
 @command(__doc__)
@@ -150,7 +119,7 @@ def read_runs(places: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 
 def report(runs: Sequence[Run], out: Path) -> None:
-    """Print the verdict on each run and on the result; write the submission and the picture."""
+    """Print the verdict on each run and on the result; write the submission."""
     counted = []
     for run in runs:
         problem = run.problem()
@@ -163,7 +132,7 @@ def report(runs: Sequence[Run], out: Path) -> None:
         print(table(counted))
         folder = write_submission(counted, out)
         print_result(counted, folder)
-    write_picture(runs, out)
+    print_standings(runs)
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -219,20 +188,16 @@ def print_result(runs: Sequence[Run], folder: Path) -> None:
         print(f"result: {minutes:.4f} minutes, {division} division, ruleset {ruleset}.")
 
 
-def write_picture(runs: Sequence[Run], out: Path) -> None:
-    """Draw the runs that have evaluations, and compare the last one of each with the reference."""
+def print_standings(runs: Sequence[Run]) -> None:
+    """Compare the last evaluation of each run with the reference."""
     bands = read_bands()
-    for run in (run for run in runs if run.evaluations and not run.rules.is_late):
+    for run in (run for run in runs if run.evaluations):
         last = run.evaluations[-1]
-        figures = ", ".join(f"{key}={last[key]:.6g}" for key in run.rules.target if last[key] is not None)
-        print(f"{run.label} at {last['images']:,} images: {figures}. The reference published no curve of it.")
-    drawn = [run for run in runs if run.evaluations and run.rules.is_late]
-    if not drawn and any(not run.rules.is_late for run in runs):
-        return
-    for run in drawn:
-        print(f"{run.label} {standing(run.evaluations[-1], run.config['global_batch_size'], bands)}.")
-    draw([(run.label, run.evaluations) for run in drawn], out / "band.png", bands)
-    print(f"written: {out / 'band.png'}")
+        if run.rules.is_late:
+            print(f"{run.label} {standing(last, run.config['global_batch_size'], bands)}.")
+        else:
+            figures = ", ".join(f"{key}={last[key]:.6g}" for key in run.rules.target if last[key] is not None)
+            print(f"{run.label} at {last['images']:,} images: {figures}. The reference published no curve of it.")
 
 
 # --- a submission's folders ---
@@ -251,7 +216,7 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
     for old in results.glob("result_*.txt"):
         old.unlink()
     for number, run in enumerate(runs):
-        shutil.copyfile(run.log, results / f"result_{number}.txt")
+        shutil.copyfile(run.folder / NAME, results / f"result_{number}.txt")
     systems = out / org / "systems"
     systems.mkdir(exist_ok=True)
     by_hand = _read_system(systems / f"{name}.json")  # fields filled in since the last report stay

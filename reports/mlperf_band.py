@@ -9,22 +9,13 @@ from __future__ import annotations
 
 import csv
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from typing import Any
 
 REFERENCE = Path(__file__).with_name("mlperf_reference_runs.csv")
 TARGET = {"fid": 90.0, "clip": 0.15}  # FID at most, CLIP at least (rules)
-LABELS = {"fid": "FID", "clip": "CLIP score (mean cosine)"}
-BAND_COLOURS = ("#31688e", "#d95f02", "#35864a")
-OUR_COLOURS = ("#000000", "#a6368c", "#8a6d1d", "#c02020", "#4040c0", "#207070")
-NUM_NAMED = len(OUR_COLOURS)  # more runs than that share one colour and one label
-FAR_BELOW = 0.5  # of the reference's first point; where a run ends before that, the axis of images is logarithmic
-DPI = 120
 
 Line = Mapping[str, Any]
 
@@ -91,72 +82,3 @@ def standing(line: Line, global_batch_size: int, bands: Mapping[int, Mapping[str
         place = "worse than all" if worse else "better than all" if better else "among"
         said.append(f"{figure}, {place} {band.num_runs} of the reference ({low:.4g} to {high:.4g}, mean {mean:.4g})")
     return f"{where}: {'; '.join(said)}"
-
-
-def draw(runs: Sequence[tuple[str, Sequence[Line]]], path: Path, bands: Mapping[int, Mapping[str, Band]]) -> None:
-    """Draw runs over the bands.
-
-    Args:
-        runs: (label, evaluations) of each.
-        path: the picture, .png.
-    """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(matplotlib.rcParamsDefault):
-        figure = Figure(figsize=(13.0, 5.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        for number, key in enumerate(TARGET):
-            axes = figure.add_subplot(1, len(TARGET), number + 1)
-            _draw_bands(axes, key, bands)
-            _draw_runs(axes, key, runs)
-            axes.set_xlabel("images seen")
-            axes.set_ylabel(LABELS[key])
-            axes.grid(alpha=0.3)
-            if key == "fid":
-                axes.set_yscale("log")
-                axes.grid(alpha=0.3, which="minor", axis="y")
-                axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter("{x:g}")
-                axes.tick_params(axis="y", which="minor", labelsize=7)
-            _scale_images(axes, runs, bands)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
-        num = sum(of_batch["fid"].num_runs for of_batch in bands.values())
-        what = "line: mean, band: least to greatest"
-        figure.suptitle(f"Ours over the {num} published runs of MLPerf's reference ({what})", fontsize=10)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DPI)
-
-
-def _draw_bands(axes: Axes, key: str, bands: Mapping[int, Mapping[str, Band]]) -> None:
-    for (batch, of_batch), colour in zip(bands.items(), BAND_COLOURS, strict=False):
-        band = of_batch[key]
-        axes.fill_between(band.images, band.low, band.high, color=colour, alpha=0.25, linewidth=0.0)
-        label = f"reference, batch {batch}: {band.num_runs} runs"
-        axes.plot(band.images, band.mean, color=colour, linewidth=1.0, label=label)
-    axes.axhline(TARGET[key], linestyle="--", color="#666666", linewidth=1.0, label="target: FID 90, CLIP 0.15")
-
-
-def _draw_runs(axes: Axes, key: str, runs: Sequence[tuple[str, Sequence[Line]]]) -> None:
-    many = len(runs) > NUM_NAMED
-    said = {name.partition(" (")[2] for name, _ in runs}  # "batch 512, random inception)": the same for all?
-    together = f"ours: {len(runs)} runs{f' ({said.pop()}' if len(said) == 1 else ''}"
-    style = {"linewidth": 0.7, "markersize": 2.5, "alpha": 0.8} if many else {"linewidth": 1.5, "markersize": 4}
-    for number, (name, lines) in enumerate(runs):
-        points = sorted((line["images"], line[key]) for line in lines if line.get(key) is not None)
-        colour = OUR_COLOURS[0 if many else number]
-        label = name if not many else together if number == 0 else None
-        at, values = [images for images, _ in points], [value for _, value in points]
-        axes.plot(at, values, "o-", color=colour, label=label, **style)
-
-
-def _scale_images(
-    axes: Axes, runs: Sequence[tuple[str, Sequence[Line]]], bands: Mapping[int, Mapping[str, Band]]
-) -> None:
-    first = min(of_batch["fid"].images[0] for of_batch in bands.values())
-    ends = [max(line["images"] for line in lines) for _, lines in runs if lines]
-    if any(end < FAR_BELOW * first for end in ends):
-        axes.set_xscale("log")
-    else:
-        axes.xaxis.set_major_formatter(lambda images, _: f"{images / 1e6:g} M")

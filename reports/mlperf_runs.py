@@ -11,7 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from record.run_files import RunFiles, read_run_files
+from record.config_file import CONFIG, read_config
+from record.history import read_history
+from record.mlperf_events import NAME, events_to_fault, is_number
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,20 @@ SAME_MACHINE = ("device", "num_devices")
 NUM_SHOWN = 6  # differing keys that are named for a run
 
 
-class Run(RunFiles):
-    """The files of a run, and what they say of a result."""
+@dataclass(frozen=True)
+class Run:
+    """A run's record and log, and what they say of a result."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    """Key -> value of config.yaml and later.yaml; one with `${...}` as the summary has it."""
+    environment: Mapping[str, Any]
+    recorded: Sequence[Mapping[str, Any]]
+    """The evaluations and validations of metrics.jsonl, without partial scores."""
+    events: Sequence[Mapping[str, Any]] | None
+    """Events of the MLPerf log, up to the first that cannot be read; None: there is no log."""
+    fault: str | None = None
+    """What is wrong with that event."""
 
     @property
     def name(self) -> str:
@@ -191,7 +205,7 @@ class Run(RunFiles):
     @cached_property
     def checked(self) -> str | None:
         """What MLPerf's own checker objects to in the log, in one line; None: nothing."""
-        return check(self.log, self.ruleset)
+        return check(self.folder / NAME, self.ruleset)
 
     def problem(self) -> str | None:
         """Why this run cannot count in a result, not even as a failed one; None: it can."""
@@ -261,8 +275,20 @@ class Run(RunFiles):
 
 def read_run(folder: Path) -> Run | None:
     """Return the run of a folder, or None where it is not a run's. Raises ValueError: names a broken file."""
-    files = read_run_files(folder)
-    return None if files is None else Run(**vars(files))
+    if not (folder / CONFIG).is_file():
+        return None
+    history = read_history(folder)
+    for text in history.missing:
+        if "cannot be read" in text or text.startswith(str(folder)):
+            raise ValueError(f"{folder}/{text.removeprefix(f'{folder}/').rstrip('.')}")
+    variables = {key for key, value in history.config.items() if isinstance(value, str) and "${" in value}
+    config = {**read_config(folder), **{key: history.summary[key] for key in variables & history.summary.keys()}}
+    if not is_number(config.get("global_batch_size")):
+        raise ValueError(f"{folder / CONFIG} has no global_batch_size: it is no run's")
+    lines = [*history.evaluations, *history.validations]
+    recorded = [line for line in lines if is_number(line.get("images")) and not line.get("partial")]
+    events, fault = events_to_fault(folder / NAME)
+    return Run(folder, config, history.environment, recorded, events, fault)
 
 
 def differences(runs: Sequence[Run]) -> list[str]:

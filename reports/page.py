@@ -25,7 +25,8 @@ from cli.command import command
 from cli.errors import ConfigError, Refused
 from cli.files import write_whole
 from cli.limits import kind_of_path, shown, text_possible
-from record.history import History, read_history
+from record.history import History, is_run, read_history
+from record.standing import runs_under
 from reports import index, page_compare, page_facts
 from reports.index import PAGE
 from reports.page_charts import groups_of
@@ -56,9 +57,12 @@ def write(folders: Sequence[Path], out: Path | None = None) -> Path:
             problems.append(str(error))
     if problems:
         raise ConfigError(problems)
-    place = out or (folders[0] / PAGE if len(folders) == 1 else Path(COMPARISON))
+    return _written(out or (folders[0] / PAGE if len(folders) == 1 else Path(COMPARISON)), html_of(runs))
+
+
+def _written(place: Path, text: str) -> Path:
     try:
-        write_whole(place, html_of(runs))
+        write_whole(place, text)
     except OSError as error:
         raise Refused(f"out: {place} cannot be written: {error.strerror}. Give another file: out=FILE.") from error
     return place
@@ -119,7 +123,7 @@ def _told(run: History, place: int, num: int) -> dict[str, Any]:
         "cards": page_facts.cards_of(run),
         "shares": page_facts.clock_shares(run),
         "times": page_facts.times_of(run),
-        "has_cost": page_facts.PRICE in run.config,
+        "has_cost": run.config.get(page_facts.PRICE) is not None,
         "price": run.config.get(page_facts.PRICE),
         "samples": samples_of(run, MOST_BYTES // num),
         "sections": _sections(run.config, run.later),
@@ -152,18 +156,18 @@ def main(argv: Sequence[str]) -> int:
         for word in argv
         if (text := text_possible(word))
     ]
-    problems += ["command line: a folder without a name. Give a run's folder: runs/NAME."] * ("" in argv)
     problems += [f"{key}: unknown key. Possible: out=FILE." for key in keys if key != "out"]
     problems += ["out: nothing given. Give a file: out=FILE."] if keys.get("out") == "" else []
-    if not places:
-        problems.append("command line: no run given. Give a run's folder: runs/NAME.")
-    if len(places) > MOST_RUNS:
-        problems.append(f"command line: {len(places)} runs given. Possible: 1 to {MOST_RUNS} on a page. Give fewer.")
+    if not 0 < len(places) <= MOST_RUNS or "" in argv:
+        given = f"command line: {len([word for word in folders if word])} runs given"
+        problems.append(f"{given}. Possible: 1 to {MOST_RUNS} on a page. Give their folders: runs/NAME.")
     if problems:
         raise ConfigError(problems)
-    if len(places) == 1 and index.is_folder_of_runs(places[0]):
-        return index.command_of(places[0], keys.get("out"))
-    print(f"written: {write(places, Path(keys['out']) if 'out' in keys else None)}")
+    if len(places) == 1 and not is_run(places[0]) and runs_under(places[0]):
+        text = index.html_of(places[0], runs_under(places[0]))
+        print(f"written: {_written(Path(keys.get('out', places[0] / index.INDEX)), text)}")
+    else:
+        print(f"written: {write(places, Path(keys['out']) if 'out' in keys else None)}")
     return 0
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,13 +21,13 @@ IMAGES = "images seen"
 CLOCK_NAMES = dict(zip(CLOCKS, ("training", "waiting for data", "evaluation", "checkpoints and the rest"), strict=True))
 CLOCK_COLOURS = dict(zip(CLOCKS, ("s0", "s5", "s1", "s7"), strict=True))
 UNITS = ((7200.0, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+Bands = Mapping[int, Mapping[str, Band]]
 MOST_SPANS, MOST_STREAMS = 300, NUM_COLOURS
 WIDE_RANGE = 30.0  # greatest over least: from there on an axis is logarithmic
 SMOOTH_FROM = 30  # windows
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A section of plots."""
 
     key: str
@@ -38,16 +38,15 @@ class Group:
 
 def groups_of(runs: Sequence[History]) -> list[Group]:
     """Return the sections of plots that these runs have figures for."""
+    bands = read_bands()
+    quality = [*(_score(runs, key, bands) for key in LABELS), *_guidance(runs)]
     found = [
-        Group("quality", "Quality", [*_scores(runs), *_guidance(runs)], _band_note(runs)),
+        Group("quality", "Quality", quality, _band_note(runs, bands)),
         Group("learning", "Loss and learning", [*_losses(runs), *_validation(runs)]),
         Group("speed", "Speed and memory", _speed(runs)),
     ]
-    return [Group(group.key, group.title, plots, group.note) for group in found if (plots := _with_points(group.plots))]
-
-
-def _with_points(plots: Sequence[Plot]) -> list[Plot]:
-    return [plot for plot in plots if any(len(series.x) for series in plot.series)]
+    found = [group._replace(plots=[plot for plot in group.plots if plot.has_points]) for group in found]
+    return [group for group in found if group.plots]
 
 
 def _own(place: int, runs: Sequence[History], name: str = "") -> dict[str, Any]:
@@ -65,12 +64,7 @@ def column(lines: Sequence[Line], key: str) -> Array:
 # --- FID and CLIP score ---
 
 
-def _scores(runs: Sequence[History]) -> list[Plot]:
-    bands = read_bands()
-    return [_score(runs, key, bands) for key in LABELS]
-
-
-def _score(runs: Sequence[History], key: str, bands: Mapping[int, Mapping[str, Band]]) -> Plot:
+def _score(runs: Sequence[History], key: str, bands: Bands) -> Plot:
     series = []
     batches = {number_of(run.config, "global_batch_size") for run in runs if is_mlperf(run)}
     for batch in [batch for batch in bands if batch in batches]:
@@ -79,32 +73,18 @@ def _score(runs: Sequence[History], key: str, bands: Mapping[int, Mapping[str, B
         name = f"MLPerf reference, batch {batch}: {band.num_runs} runs"
         series.append(Series(name, at, mean, low=low, high=high, kind="reference", colour="muted"))
     for place, run in enumerate(runs):
-        series.append(
-            thinned(
-                x=column(run.evaluations, "images"),
-                y=column(run.evaluations, key),
-                kind="points",
-                **_own(place, runs, "in training"),
-            )
-        )
-        rows = later_scores(run)
-        if rows:
-            own = _own(place, runs)
-            name = f"{own['name']}, scored later" if own["name"] else "scored later (eval.py)"
-            colour = own["colour"] if len(runs) > 1 else "s1"
-            series.append(
-                thinned(name, column(rows, "images"), column(rows, key), kind="points", colour=colour, dash=1)
-            )
-    targets = _targets(runs, key)
-    return Plot(
-        f"{key}-over-images",
-        LABELS[key].split(" (")[0],
-        IMAGES,
-        LABELS[key],
-        series,
-        targets,
-        is_log=key == "fid" and _is_wide(series),
-    )
+        own = _own(place, runs, "in training")
+        series.append(_points(run.evaluations, key, **own))
+        if rows := later_scores(run):
+            one = {"name": "scored later (eval.py)", "colour": "s1"}
+            more = {"name": f"{own['name']}, scored later"} if len(runs) > 1 else one
+            series.append(_points(rows, key, **own | more | {"dash": 1}))
+    title, is_log = LABELS[key].split(" (")[0], key == "fid" and _is_wide(series)
+    return Plot(f"{key}-over-images", title, IMAGES, LABELS[key], series, _targets(runs, key), is_log=is_log)
+
+
+def _points(lines: Sequence[Line], key: str, **own: Any) -> Series:
+    return thinned(x=column(lines, "images"), y=column(lines, key), kind="points", **own)
 
 
 def _targets(runs: Sequence[History], key: str) -> list[tuple[float, str]]:
@@ -134,17 +114,15 @@ def is_mlperf(run: History) -> bool:
     return run.config.get("model.family", "sd2") == "sd2" and (is_variant or run.config.get("mlperf.enabled") is True)
 
 
-def _band_note(runs: Sequence[History]) -> str:
+def _band_note(runs: Sequence[History], bands: Bands) -> str:
+    """Say where the last evaluation of each run of the benchmark's model stands among the reference's."""
     said = []
     for run in runs:
         lines = [line for line in run.evaluations if number_of(line, "images") is not None]
         batch = number_of(run.config, "global_batch_size")
         if is_mlperf(run) and lines and batch is not None:
-            text = standing(
-                {key: number_of(lines[-1], key) for key in LABELS} | {"images": int(lines[-1]["images"])},
-                int(batch),
-                read_bands(),
-            )
+            last = {key: number_of(lines[-1], key) for key in LABELS} | {"images": int(lines[-1]["images"])}
+            text = standing(last, int(batch), bands)
             said.append(f"{plain(run.name)}, {text}." if len(runs) > 1 else f"{text[0].upper()}{text[1:]}.")
     return " ".join(said)
 
@@ -179,15 +157,12 @@ def _way(row: Line) -> str:
 
 
 def _losses(runs: Sequence[History]) -> list[Plot]:
-    plots = [
-        _noisy(runs, "loss", "Training loss", "loss"),
-        _plain(runs, "lr", "Learning rate", "learning rate"),
-        _noisy(runs, "gradient_norm", "Gradient norm", "gradient norm"),
-    ]
+    plots = [_noisy(runs, "loss", "Training loss"), _plain(runs, "lr", "Learning rate", "learning rate")]
+    plots.append(_noisy(runs, "gradient_norm", "Gradient norm"))
     if len(runs) == 1 and len(runs[0].streams) > 1:
         images, streams = runs[0].windows["images"], list(runs[0].streams.items())
         series = [
-            _smooth(thinned(plain(name), images, loss, colour=f"s{place}"))
+            _smooth(images, loss, name=plain(name), colour=f"s{place}")
             for place, (name, loss) in enumerate(streams[:MOST_STREAMS])
         ]
         note = f"The first {MOST_STREAMS} of {len(streams)} streams." if len(streams) > MOST_STREAMS else ""
@@ -196,79 +171,60 @@ def _losses(runs: Sequence[History]) -> list[Plot]:
 
 
 def _plain(runs: Sequence[History], key: str, title: str, label: str) -> Plot:
-    series = [
-        thinned(x=run.windows["images"], y=run.windows[key], **_own(place, runs)) for place, run in enumerate(runs)
-    ]
+    series = [thinned(x=run.windows["images"], y=run.windows[key], **_own(at, runs)) for at, run in enumerate(runs)]
     return Plot(key.replace("_", "-"), title, IMAGES, label, series)
 
 
-def _noisy(runs: Sequence[History], key: str, title: str, label: str) -> Plot:
+def _noisy(runs: Sequence[History], key: str, title: str) -> Plot:
     """A figure that differs much between neighbours: each window faintly, over it the mean of many."""
-    series, said = [], ""
+    series, note = [], ""
     for place, run in enumerate(runs):
         own, x, y = _own(place, runs), run.windows["images"], run.windows[key]
-        there = np.isfinite(x) & np.isfinite(y)
-        width = max(5, int(there.sum()) // 40)
-        if there.sum() < SMOOTH_FROM:
-            series.append(thinned(x=x, y=y, **own))
-            continue
-        raw = thinned(own["name"] and f"{own['name']}, windows", x[there], y[there], kind="faint", colour=own["colour"])
-        series += [raw, thinned(x=x[there], y=smoothed(y[there], width), **own)]
-        said = (
-            f"Strong line: mean of {width:,} windows."
-            if len(runs) == 1
-            else "Strong lines: means of a fortieth of a run's windows."
-        )
-    return Plot(key.replace("_", "-"), title, IMAGES, label, series, note=said, is_log=_is_wide(series))
+        if np.isfinite(x + y).sum() >= SMOOTH_FROM:
+            name = f"{own['name']}, windows" if own["name"] else ""
+            series.append(thinned(name, x, y, kind="faint", colour=own["colour"]))
+            note = "Strong line: mean over a fortieth of the run's windows."
+        series.append(_smooth(x, y, **own))
+    label = key.replace("_", " ")
+    return Plot(key.replace("_", "-"), title, IMAGES, label, series, note=note, is_log=_is_wide(series))
 
 
-def _smooth(series: Series) -> Series:
-    """Return a series with each point the mean of its neighbours."""
-    if len(series.y) < SMOOTH_FROM:
-        return series
-    return Series(series.name, series.x, smoothed(series.y, max(5, len(series.y) // 40)), series.colour)
+def _smooth(x: Array, y: Array, **own: Any) -> Series:
+    """Return a series with each point the mean of its neighbours, where there are many."""
+    there = np.isfinite(x) & np.isfinite(y)
+    if there.sum() >= SMOOTH_FROM:
+        x, y = x[there], smoothed(y[there], max(5, int(there.sum()) // 40))
+    return thinned(x=x, y=y, **own)
 
 
 def _is_wide(series: Sequence[Series]) -> bool:
     """True where the values are positive and of very different sizes."""
-    values = [of for each in series for of in (each.y, each.low, each.high) if of is not None and len(of)]
-    least = min((float(of.min()) for of in values), default=0.0)
-    return least > 0.0 and max(float(of.max()) for of in values) / least > WIDE_RANGE
+    shown = [of for of in series if len(of.y)]
+    least = min((float(of.lows.min()) for of in shown), default=0.0)
+    return least > 0.0 and max(float(of.highs.max()) for of in shown) / least > WIDE_RANGE
 
 
 def _validation(runs: Sequence[History]) -> list[Plot]:
-    series, bins = [], []
+    losses = [_points(run.validations, "val_loss", **_own(place, runs)) for place, run in enumerate(runs)]
+    bins = []
     for place, run in enumerate(runs):
-        lines = run.validations
-        series.append(
-            thinned(x=column(lines, "images"), y=column(lines, "val_loss"), kind="points", **_own(place, runs))
-        )
-        with_bins = [line for line in lines if isinstance(line.get("val_loss_bins"), list) and line["val_loss_bins"]]
-        shown = (
-            with_bins[-1:]
-            if len(runs) > 1
-            else [with_bins[n] for n in sorted({0, len(with_bins) // 2, len(with_bins) - 1}) if with_bins]
-        )
-        for number, line in enumerate(shown):
+        lines = [
+            line for line in run.validations if isinstance(line.get("val_loss_bins"), list) and line["val_loss_bins"]
+        ]
+        shown = sorted({0, len(lines) // 2, len(lines) - 1}) if len(runs) == 1 else [len(lines) - 1]
+        for number, line in enumerate(lines[at] for at in shown if lines):
             values = column([{"bin": value} for value in line["val_loss_bins"]], "bin")
             inside = 0.0 if line.get("times") == "eighths" else 0.5  # at that time, or spread over a tenth of them
             middles = (np.arange(len(values)) + inside) * 1000 / len(values)
-            own = (
-                _own(place, runs)
-                if len(runs) > 1
-                else {"name": f"at {figure(int(number_of(line, 'images') or 0))} images", "colour": f"s{number}"}
-            )
+            own = _own(place, runs)
+            if len(runs) == 1:
+                own = {"name": f"at {figure(int(number_of(line, 'images') or 0))} images", "colour": f"s{number}"}
             bins.append(thinned(x=middles, y=values, kind="points", **own))
-    by_time = Plot(
-        "validation-by-time",
-        "Validation loss by timestep",
-        "timestep, of 1000",
-        "loss",
-        bins,
-        is_log=_is_wide(bins),
-    )
-    targets = _targets(runs, "val_loss")
-    return [Plot("validation", "Validation loss", IMAGES, "loss on held-out samples", series, targets), by_time]
+    title, label = "Validation loss by timestep", "timestep, of 1000"
+    return [
+        Plot("validation", "Validation loss", IMAGES, "loss on held-out samples", losses, _targets(runs, "val_loss")),
+        Plot("validation-by-time", title, label, "loss", bins, is_log=_is_wide(bins)),
+    ]
 
 
 # --- speed, memory ---
@@ -277,43 +233,26 @@ def _validation(runs: Sequence[History]) -> list[Plot]:
 def _speed(runs: Sequence[History]) -> list[Plot]:
     last = max((float(np.nanmax(run.windows["elapsed_sec"], initial=0.0)) for run in runs), default=0.0)
     size, unit = next((size, unit) for least, size, unit in UNITS if last >= least)
-    elapsed = f"elapsed time ({unit}, all clocks)"
-    speeds, spans, marks = [], [], []
+    elapsed, speeds = f"elapsed time ({unit}, all clocks)", []
     for place, run in enumerate(runs):
-        windows = run.windows
-        measured = (windows["warmup"] + windows["profiled"] == 0.0) if len(windows["batch"]) else np.zeros(0, bool)
-        measured = measured if measured.any() else np.ones(len(measured), bool)
-        speeds.append(
-            thinned(
-                x=windows["elapsed_sec"][measured] / size, y=windows["images_per_sec"][measured], **_own(place, runs)
-            )
-        )
-        if len(runs) == 1:
-            spans, marks = _evaluation_spans(windows, size), _resumes(windows, size)
-    note = "Of the training clock alone, without warm-up windows."
-    plots = [
-        Plot(
-            "images-per-sec",
-            "Throughput",
-            elapsed,
-            "images/s",
-            speeds,
-            (),
-            spans,
-            marks,
-            note,
-            y_range=_from_zero(speeds),
-        )
-    ]
-    if len(runs) == 1:
-        plots.append(_clocks(runs[0].windows, size, elapsed))
+        measured = run.windows["warmup"] + run.windows["profiled"] == 0.0
+        measured = measured if measured.any() else ~measured
+        x, y = run.windows["elapsed_sec"][measured] / size, run.windows["images_per_sec"][measured]
+        speeds.append(thinned(x=x, y=y, **_own(place, runs)))
     memory = _plain(runs, "peak_mem_gib", "Peak memory", "GiB")
-    return [*plots, replace(memory, y_range=_from_zero(memory.series))]
+    note = "Of the training clock alone, without warm-up windows."
+    speed = Plot("images-per-sec", "Throughput", elapsed, "images/s", speeds, note=note, y_range=_from_zero(speeds))
+    plots = [speed, replace(memory, y_range=_from_zero(memory.series))]
+    if len(runs) == 1:
+        windows = runs[0].windows
+        plots[0] = replace(speed, spans=_evaluation_spans(windows, size), marks=_resumes(windows, size))
+        plots.insert(1, _clocks(windows, size, elapsed))
+    return plots
 
 
 def _from_zero(series: Sequence[Series]) -> tuple[float, float] | None:
-    tops = [float((of.y if of.high is None else of.high).max()) for of in series if len(of.y)]
-    return (0.0, 1.08 * max(tops)) if tops and max(tops) > 0.0 else None
+    top = max((float(of.highs.max()) for of in series if len(of.y)), default=0.0)
+    return (0.0, 1.08 * top) if top > 0.0 else None
 
 
 def _evaluation_spans(windows: Mapping[str, Array], size: float) -> list[tuple[float, float]]:
@@ -339,8 +278,6 @@ def _clocks(windows: Mapping[str, Array], size: float, label: str, most: int = 8
         clocks = np.add.reduceat(clocks, begins, axis=1)
         at = np.add.reduceat(at, begins) / np.diff([*begins, len(at)])
     shares = 100.0 * clocks / np.maximum(clocks.sum(axis=0), 1e-12)
-    series = [
-        Series(CLOCK_NAMES[clock], at, part, CLOCK_COLOURS[clock], "area")
-        for clock, part in zip(CLOCKS, shares, strict=True)
-    ]
+    looks = zip(CLOCK_NAMES.values(), shares, CLOCK_COLOURS.values(), strict=True)
+    series = [Series(name, at, part, colour, "area") for name, part, colour in looks]
     return Plot("clocks", "Where the time went", label, "% of a window's time", series, y_range=(0.0, 100.0))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from record.history import History, Line
 from reports.page_facts import figures_of, result_of
@@ -13,59 +12,42 @@ from reports.page_text import NONE, TIMES, figure, plain, share, span
 ABSENT = "not there"
 OWN_KEYS = ("run_name", "run_folder")
 """What every run has for itself."""
-FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("fid", "FID", figure),
-    ("clip", "CLIP score", figure),
-    ("images_to_target", "images to the target", lambda value: figure(int(value))),
-    ("seconds_to_target", "training to the target", span),
-    ("seconds_with_eval_to_target", "time to the target, with evaluation", span),
-    ("images", "images seen", lambda value: figure(int(value))),
-    ("seconds", "time, all clocks", span),
-    ("images_per_sec", "images/s", figure),
-    ("images_per_sec_per_device", "images/s a device", figure),
-    ("mfu", "MFU", share),
-    ("data_wait_frac", "data wait", share),
-    ("peak_mem_gib", "peak memory, GiB", figure),
-    ("loss", "training loss, last window", figure),
-    ("val_loss", "validation loss, last", figure),
-    ("device_hours", "device-hours", figure),
-    ("cost", "cost", figure),
-)
-OF_SCORES = {
-    "fid": (
-        ("statistics_sha256", "other reference statistics"),
-        ("inception_fingerprint", "other Inception weights"),
-        ("resize", "another way of resizing"),
-    ),
-    "clip": (("clip_fingerprint", "other CLIP weights"),),
+FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "fid": ("FID", figure),
+    "clip": ("CLIP score", figure),
+    "images_to_target": ("images to the target", figure),
+    "seconds_to_target": ("training to the target", span),
+    "seconds_with_eval_to_target": ("time to the target, with evaluation", span),
+    "images": ("images seen", figure),
+    "seconds": ("time, all clocks", span),
+    "images_per_sec": ("images/s", figure),
+    "images_per_sec_per_device": ("images/s a device", figure),
+    "mfu": ("MFU", share),
+    "data_wait_frac": ("data wait", share),
+    "peak_mem_gib": ("peak memory, GiB", figure),
+    "loss": ("training loss, last window", figure),
+    "val_loss": ("validation loss, last", figure),
+    "device_hours": ("device-hours", figure),
+    "cost": ("cost", figure),
 }
-OF_BOTH = (
-    ("prompts_sha256", "other prompts"),
-    ("num_prompts", "another number of prompts"),
-    ("eval_image_size", "images of another size"),
-    ("partial", "some of the prompts only in one of them"),
-)
-OF_LOSS = (
-    ("model.family", "other families"),
-    ("objective.prediction", "another prediction"),
-    ("objective.weighting", "another weighting"),
-    ("objective.timesteps", "other timesteps"),
-    ("image_size", "images of another size"),
-)
-OF_VALIDATION = (
-    ("stage_sha256", "other held-out stages"),
-    ("num_samples", "another number of samples"),
-    ("times", "other times"),
-)
-OF_SPEED = (
-    ("model.family", "other families"),
-    ("model.preset", "other presets"),
-    ("image_size", "images of another size"),
-)
+"""Figure -> its name, and how it is written."""
+SIZES = {"image_size": "images of another size", "eval_image_size": "images of another size"}
+OF_FID = {"statistics_sha256": "other reference statistics", "inception_fingerprint": "other Inception weights"}
+OF_FID |= {"resize": "another way of resizing"}
+OF_CLIP = {"clip_fingerprint": "other CLIP weights"}
+OF_BOTH = {"prompts_sha256": "other prompts", "num_prompts": "another number of prompts", **SIZES}
+OF_BOTH |= {"partial": "some of the prompts only in one of them"}
+OF_LOSS = {"model.family": "other families", "objective.prediction": "another prediction"}
+OF_LOSS |= {"objective.weighting": "another weighting", "objective.timesteps": "other timesteps", **SIZES}
+OF_VALIDATION = {
+    "stage_sha256": "other held-out stages",
+    "num_samples": "another number of samples",
+    "times": "other times",
+}
+OF_SPEED = {"model.family": "other families", "model.preset": "other presets", **SIZES, "device": "other devices"}
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A row of a table: (text, hint) for each run."""
 
     name: str
@@ -76,18 +58,11 @@ def results(runs: Sequence[History]) -> list[Row]:
     """Return the figures of all runs that any of them has, each with its ratio to the first run's."""
     found = [figures_of(run) for run in runs]
     rows = [Row("result", [(result_of(run).head, "" if place else None) for place, run in enumerate(runs)])]
-    for key, name, said in FIGURES:
+    for key, (name, formatted) in FIGURES.items():
         values = [of.get(key) for of in found]
+        texts = [NONE if value is None else formatted(value) for value in values]
         if any(value is not None for value in values):
-            rows.append(
-                Row(
-                    name,
-                    [
-                        (NONE if value is None else said(value), _ratio(values, place))
-                        for place, value in enumerate(values)
-                    ],
-                )
-            )
+            rows.append(Row(name, [(text, _ratio(values, place)) for place, text in enumerate(texts)]))
     return rows
 
 
@@ -128,22 +103,17 @@ def not_comparable(runs: Sequence[History]) -> list[str]:
     """Say which figures do not compare between these runs, and why."""
     scored = [run.evaluations[-1] for run in runs if run.evaluations]
     validated = [{"times": "thousandths", **run.validations[-1]} for run in runs if run.validations]
-    configs = [run.config for run in runs]
-    found = []
+    configs, found = [run.config for run in runs], []
     for what, lines, keys in (
-        ("FID", scored, (*OF_SCORES["fid"], *OF_BOTH)),
-        ("CLIP scores", scored, (*OF_SCORES["clip"], *OF_BOTH)),
-        ("Losses", configs, OF_LOSS),
-        ("Validation losses", validated, OF_VALIDATION),
-        ("Images/s", configs, OF_SPEED),
+        ("FID does", scored, OF_FID | OF_BOTH),
+        ("CLIP scores do", scored, OF_CLIP | OF_BOTH),
+        ("Losses do", configs, OF_LOSS),
+        ("Validation losses do", validated, OF_VALIDATION),
+        ("Images/s do", [{**run.config, **run.environment} for run in runs], OF_SPEED),
     ):
-        why = [words for key, words in keys if _differs(lines, key)]
-        if what == "Images/s" and _differs([run.environment for run in runs], "device"):
-            why.append("other devices")
-        if why:
-            found.append(f"{what} do{'es' * (what == 'FID')} not compare: {', '.join(why)}.")
-    ways = [key for key in ("guidance", "steps", "sampler", "weights") if _differs(scored, key)]
-    if ways:
+        if why := [words for key, words in keys.items() if _differs(lines, key)]:
+            found.append(f"{what} not compare: {', '.join(why)}.")
+    if ways := [key for key in ("guidance", "steps", "sampler", "weights") if _differs(scored, key)]:
         found.append(f"Scores were taken in other ways: {', '.join(ways)} differ.")
     return found
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,9 +28,8 @@ HEADS = {
 PRICE = "cost.per_device_hour"
 
 
-@dataclass(frozen=True)
-class Result:
-    """How a run ended, and what that says of its target."""
+class Result(NamedTuple):
+    """How a run ended, and what that says of its target. state: one of HEADS."""
 
     state: str
     text: str
@@ -41,8 +39,7 @@ class Result:
         return HEADS[self.state]
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """A figure that stands by itself. value: with its unit; hint: what it is to be held against."""
 
     label: str
@@ -63,24 +60,21 @@ def sentence_of(run: History) -> str:
     if not family:
         return "What was trained is not known: there is no config.yaml."
     trained = number_of(summary, "trained_parameters")
-    model = ", ".join(
-        [plain(preset or NONE), *([plain(variant)] if variant not in (None, "stock") else [])]
-        + ([f"{_parameters(trained)} trained parameters"] if trained else [])
-    )
-    where = "synthetic data" if config.get("data.synthetic") else f"{plain(config.get('data.stage') or 'data')}"
-    remote = config.get("data.remote")
-    source = f" from {plain(remote)}" if remote and not config.get("data.synthetic") else ""
-    batch = f"global batch {figure(config.get('global_batch_size'))}"
-    parts = [f"{plain(family)} ({model})", f"{where}{source} at {size_of(config.get('image_size'))}", batch]
-    parts += [plain(config[key]) for key in ("precision",) if config.get(key)]
+    model = [plain(preset or NONE), *([plain(variant)] if variant not in (None, "stock") else [])]
+    model += [f"{_parameters(trained)} trained parameters"] if trained else []
+    data = plain(config.get("data.stage") or "data")
+    data += f" from {plain(config['data.remote'])}" if config.get("data.remote") else ""
+    data = "synthetic data" if config.get("data.synthetic") else data
+    parts = [f"{plain(family)} ({', '.join(model)})", f"{data} at {size_of(config.get('image_size'))}"]
+    parts.append(f"global batch {figure(config.get('global_batch_size'))}")
+    parts += [plain(config["precision"])] if config.get("precision") else []
     return f"{', '.join(parts)}, on {device_of(run)}."
 
 
 def _parameters(number: float) -> str:
-    size, unit = next(
-        ((size, unit) for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if number >= size), (1.0, "")
-    )
-    return f"{number / size:.3g} {unit}".strip()
+    sizes = ((1e9, " G"), (1e6, " M"), (1e3, " k"), (0.0, ""))
+    size, unit = next((size or 1.0, unit) for size, unit in sizes if number >= size)
+    return f"{number / size:.3g}{unit}"
 
 
 def size_of(value: Any) -> str:
@@ -108,25 +102,19 @@ def is_met(line: Line, target: Mapping[str, float]) -> bool:
     values = {key: number_of(line, key) for key in target}
     if not target or line.get("partial") or None in values.values():
         return False
-    found = [(SIDE[key] == "at most", value, target[key]) for key, value in values.items() if value is not None]
-    return all(value <= wanted if is_most else value >= wanted for is_most, value, wanted in found)
+    sign = {"at most": 1.0, "at least": -1.0}
+    return all(sign[SIDE[key]] * (value or 0.0) <= sign[SIDE[key]] * target[key] for key, value in values.items())
 
 
 def reached_by(run: History) -> Line | None:
     """Return the first evaluation that met the target: of training, else as eval.py has told summary.json."""
-    target = target_of(run)
+    target, summary = target_of(run), run.summary
     lines = run.validations if "val_loss" in target else run.evaluations
     found = next((line for line in lines if is_met(line, target)), None)
-    if found is None and run.summary.get("target") == "reached":
-        keys = {
-            "images": "images_to_target",
-            "seconds": "seconds_to_target",
-            "seconds_with_eval": "seconds_to_target_with_eval",
-        }
-        return {
-            **{key: run.summary.get(name) for key, name in keys.items()},
-            **{key: run.summary.get(key) for key in SIDE},
-        }
+    if found is None and summary.get("target") == "reached":
+        times = {key: summary.get(f"{key}_to_target") for key in ("images", "seconds")}
+        whole = {"seconds_with_eval": summary.get("seconds_to_target_with_eval")}
+        return {**times, **whole, **{key: summary.get(key) for key in SIDE}}
     return found
 
 
@@ -142,45 +130,33 @@ def state_of(run: History) -> str:
 def result_of(run: History) -> Result:
     """Say how a run ended."""
     state, target, line = state_of(run), target_of(run), reached_by(run)
-    wanted = " and ".join(f"{_name(key)} {SIDE[key]} {value:g}" for key, value in target.items())
+    goal = " and ".join(f"{_name(key)} {SIDE[key]} {value:g}" for key, value in target.items())
+    is_set = f"The target is {goal}." if goal else "No target was set."
     ended = f"{figure(int(images_of(run)))} images in {span(run.seconds)}"
-    what = "loss" if "val_loss" in target else "scores"
     if state == "reached" and line is not None:
-        seconds, whole = number_of(line, "seconds"), number_of(line, "seconds_with_eval")
-        times = [f"{span(seconds)} of training"] if seconds is not None else []
-        times += [f"{span(whole)} with evaluation"] if whole is not None else []
-        text = f"{scores_said(line)} after {figure(_int(line, 'images'))} images: {', '.join(times)}. The target is {wanted}."
-    elif state == "missed":
-        text = f"The target is {wanted}. The run ended after {ended}; its last {what}: {scores_said(last_scores(run))}."
-    elif state == "pending":
-        text = f"The target is {wanted}. The run ended after {ended}; "
-        text += f"composer eval.py {plain(run.folder)} scores its snapshots."
-    elif state == "finished":
-        text = f"{ended}. {_without_target(run, wanted)}"
-    elif state == "failed":
-        text = f"{_sentence(run.starts[-1]['failed'])} It had seen {ended}. {_wants(wanted)}"
-    elif state == "running":
-        text = f"{ended} until {moment(run.changed_at)}. {_wants(wanted)}"
-    elif number_of(run.starts[-1] if run.starts else {}, "seconds") is not None:
-        text = f"A signal or an error ended its last process before the run's end: {ended}. {_wants(wanted)}"
-    else:
-        text = f"Its last process was killed: {ended} until {moment(run.changed_at)}. {_wants(wanted)}"
-    return Result(state, text)
-
-
-def _sentence(text: Any) -> str:
-    said = plain(text)
-    return said if said.endswith((".", ")")) else f"{said}."
-
-
-def _without_target(run: History, wanted: str) -> str:
-    scores = last_scores(run)
-    said = f" Its last scores: {scores_said(scores)}." if scores else ""
-    return f"{'No target was set.' if not wanted else f'The target is {wanted}; whether it was met is not recorded.'}{said}"
-
-
-def _wants(wanted: str) -> str:
-    return f"The target is {wanted}." if wanted else "No target was set."
+        words = (("seconds", "of training"), ("seconds_with_eval", "with evaluation"))
+        times = [f"{span(value)} {text}" for key, text in words if (value := number_of(line, key)) is not None]
+        return Result(
+            state, f"{scores_said(line)} after {figure(_int(line, 'images'))} images: {', '.join(times)}. {is_set}"
+        )
+    if state in ("missed", "pending"):
+        scores = f"its last {'loss' if 'val_loss' in target else 'scores'}: {scores_said(last_scores(run))}."
+        later = f"composer eval.py {plain(run.folder)} scores its snapshots."
+        return Result(state, f"{is_set} The run ended after {ended}; {scores if state == 'missed' else later}")
+    if state == "finished":
+        scores = f" Its last scores: {scores_said(last_scores(run))}." if last_scores(run) else ""
+        is_set = f"The target is {goal}; whether it was met is not recorded." if goal else is_set
+        return Result(state, f"{ended}. {is_set}{scores}")
+    if state == "failed":
+        error = plain(run.starts[-1]["failed"])
+        return Result(state, f"{error}{'' if error.endswith(('.', ')')) else '.'} It had seen {ended}. {is_set}")
+    until = f"{ended} until {moment(run.changed_at)}. {is_set}"
+    if state == "running":
+        return Result(state, until)
+    if number_of(run.starts[-1] if run.starts else {}, "seconds") is not None:
+        until = f"{ended}. {is_set}"
+        return Result(state, f"A signal or an error ended its last process before the run's end: {until}")
+    return Result(state, f"Its last process was killed: {until}")
 
 
 def last_scores(run: History) -> Line:
@@ -227,72 +203,46 @@ def speed_of(run: History) -> tuple[float | None, float | None, float | None]:
 
 def figures_of(run: History) -> dict[str, float | None]:
     """Return a run's figures by their names in summary.json; those of an unfinished run as far as they are known."""
-    found = {
-        key: number_of(run.summary, key)
-        for key in ("mfu", "peak_mem_gib", "data_wait_frac", "loss", "val_loss", "images_per_sec_per_device")
-    }
+    met = reached_by(run) or {}
     clocks = {clock: float(np.nansum(run.windows[clock])) for clock in CLOCKS}
-    found["images_per_sec"], _, _ = speed_of(run)
-    found["images"], found["seconds"] = images_of(run) or None, run.seconds or None
-    loss, memory = (values[np.isfinite(values)] for values in (run.windows["loss"], run.windows["peak_mem_gib"]))
-    found["loss"] = found["loss"] if found["loss"] is not None or not len(loss) else float(loss[-1])
-    found["peak_mem_gib"] = found["peak_mem_gib"] or (float(memory.max()) if len(memory) else None)
+    loss, memory = (run.windows[key][np.isfinite(run.windows[key])] for key in ("loss", "peak_mem_gib"))
     fed = clocks["train_sec"] + clocks["data_wait_sec"]
-    if found["data_wait_frac"] is None and fed:
-        found["data_wait_frac"] = clocks["data_wait_sec"] / fed
-    if found["val_loss"] is None and run.validations:
-        found["val_loss"] = number_of(run.validations[-1], "val_loss")
-    scores = reached_by(run) or last_scores(run)
-    found |= {key: number_of(scores, key) for key in LABELS}
-    line = reached_by(run) or {}
-    found |= {f"{key}_to_target": number_of(line, key) for key in ("images", "seconds", "seconds_with_eval")}
+    so_far = {
+        "loss": float(loss[-1]) if len(loss) else None,
+        "peak_mem_gib": float(memory.max()) if len(memory) else None,
+        "data_wait_frac": clocks["data_wait_sec"] / fed if fed else None,
+        "val_loss": number_of(run.validations[-1], "val_loss") if run.validations else None,
+    }
+    found = {key: number_of(run.summary, key) for key in (*so_far, "mfu", "images_per_sec_per_device")}
+    found |= {key: value for key, value in so_far.items() if found[key] is None}
+    found |= {key: number_of(met or last_scores(run), key) for key in LABELS}
+    found |= {f"{key}_to_target": number_of(met, key) for key in ("seconds", "seconds_with_eval")}
+    found["images_to_target"] = _int(met, "images")
+    found |= {"images_per_sec": speed_of(run)[0], "images": int(images_of(run)) or None, "seconds": run.seconds or None}
     return found | {"device_hours": run.device_hours, "cost": cost_of(run, run.device_hours)}
-
-
-def _memory_of(run: History) -> str:
-    device = run.environment.get("device")
-    return "" if not device else "resident" if str(device).startswith("CPU") else "of the fullest GPU"
-
-
-def _slowest_of(run: History) -> Card:
-    """Return the rank that was slowest in most windows; none where there is one, or in a record of before."""
-    rank, over = (number_of(run.summary, key) for key in ("slowest_rank", "slowest_rank_over_median"))
-    if rank is None or over is None:
-        return Card("Slowest rank", NONE)
-    hint = f"{plain(run.summary.get('slowest_host'))}, {share(over - 1.0)} above the median"
-    return Card("Slowest rank", figure(int(rank)), "", hint)
 
 
 def cards_of(run: History) -> list[Card]:
     """Return the figures that stand on top."""
     found, target = figures_of(run), target_of(run)
     _, least, most = speed_of(run)
-    of_loss = f"target at most {target['val_loss']:g}" if "val_loss" in target else "last one"
-    between = f"{figure(least, 3)} to {figure(most, 3)}" if least is not None else ""
+    hints = {key: f"target {SIDE[key]} {value:g}" for key, value in target.items()}
+    device, rank = str(run.environment.get("device") or ""), number_of(run.summary, "slowest_rank")
+    over = number_of(run.summary, "slowest_rank_over_median")
+    host = f"{plain(run.summary.get('slowest_host'))}, {share(None if over is None else over - 1.0)} above the median"
+    memory = "resident" if device.startswith("CPU") else "of the fullest GPU" if device else ""
     cards = [
-        *(
-            Card(
-                key.upper() if key == "fid" else "CLIP score",
-                figure(found[key]),
-                "",
-                f"target {SIDE[key]} {target[key]:g}" if key in target else "",
-            )
-            for key in LABELS
-        ),
-        Card("Images seen", figure(int(found["images"])) if found["images"] else NONE),
+        Card("FID", figure(found["fid"]), "", hints.get("fid", "")),
+        Card("CLIP score", figure(found["clip"]), "", hints.get("clip", "")),
+        Card("Images seen", figure(found["images"])),
         Card("Time", span(found["seconds"]), "", "all clocks of all starts"),
-        Card("Throughput", figure(found["images_per_sec"]), "images/s", between),
+        Card("Throughput", figure(found["images_per_sec"]), "images/s", f"{figure(least, 3)} to {figure(most, 3)}"),
         Card("Training loss", figure(found["loss"]), "", "last window"),
-        Card("Validation loss", figure(found["val_loss"]), "", of_loss),
-        Card(
-            "Peak memory",
-            figure(found["peak_mem_gib"], 3),
-            "GiB",
-            _memory_of(run),
-        ),
+        Card("Validation loss", figure(found["val_loss"]), "", hints.get("val_loss", "last one")),
+        Card("Peak memory", figure(found["peak_mem_gib"], 3), "GiB", memory),
         Card("Data wait", share(found["data_wait_frac"]), "", "of training and waiting"),
         Card("MFU", share(found["mfu"])),
-        _slowest_of(run),
+        Card("Slowest rank", NONE if rank is None or over is None else figure(int(rank)), "", host),
     ]
     return [card for card in cards if card.value != NONE]
 
@@ -315,19 +265,15 @@ def clock_shares(run: History) -> list[tuple[str, str, float, float]]:
 
 def times_of(run: History) -> list[tuple[str, str, str, str]]:
     """Return (what, time, device-hours, cost) of the run so far, to the target, and to its end."""
-    now, line, hours = number_of(run.environment, "num_devices"), reached_by(run), run.device_hours
+    devices, line, hours = number_of(run.environment, "num_devices"), reached_by(run) or {}, run.device_hours
     rows = [("the run" if run.summary else "so far", run.seconds, hours)]
-    if line is not None:
-        for name, key in (
-            ("to the target, training alone", "seconds"),
-            ("to the target, with evaluation", "seconds_with_eval"),
-        ):
-            if (seconds := number_of(line, key)) is not None:
-                rows.append((name, seconds, None if now is None else seconds * now / 3600.0))
+    for name, key in (("training alone", "seconds"), ("with evaluation", "seconds_with_eval")):
+        if (seconds := number_of(line, key)) is not None:
+            rows.append((f"to the target, {name}", seconds, None if devices is None else seconds * devices / 3600.0))
     images, whole = images_of(run), images_in_all(run)
     if state_of(run) in ("running", "failed", "stopped") and whole and 0 < images < whole and run.seconds:
-        rest = run.seconds * whole / images
-        rows.append(("to max_duration, at this speed (estimate)", rest, None if not hours else hours * whole / images))
+        rest = None if hours is None else hours * whole / images
+        rows.append(("to max_duration, at this speed (estimate)", run.seconds * whole / images, rest))
     return [(name, span(seconds), figure(of), figure(cost_of(run, of))) for name, seconds, of in rows]
 
 
@@ -370,39 +316,33 @@ def _changed(before: Any, now: Any) -> str:
 
 def faults_of(run: History) -> list[str]:
     """Return a sentence for each thing that went wrong and is on record."""
-    found = []
-    failed = sum("failed" in start for start in run.starts)
-    if failed:
-        found.append(f"Starts that ended with an error: {failed:,}.")
-    if len(run.starts) > 1:
-        found.append(f"Resumes: {len(run.starts) - 1:,}.")
-    batches = [value for line in run.cut if (value := number_of(line, "batch")) is not None]
-    if batches:
-        ends = f"batch {figure(int(min(batches)))} to {figure(int(max(batches)))}"
-        found.append(f"{len(batches):,} windows were trained again or closed anew after a resume ({ends}).")
-    lost = sorted(
-        {plain(name) for start in run.starts for name in _list(start.get("lost"))}
-        | set(map(plain, _list(run.summary.get("history_lost"))))
+    failed, partial = (
+        sum("failed" in start for start in run.starts),
+        sum(e.get("partial") is True for e in run.evaluations),
     )
-    if lost:
-        found.append(
-            f"A start found parts of its own record missing: {', '.join(lost)}. Figures over the whole run are incomplete."
-        )
-    if run.bad_samples:
-        found.append(f"{len(run.bad_samples):,} samples could not be used and were left out of training.")
-    missed = number_of(run.summary, "points_not_evaluated")
-    if missed:
-        found.append(
-            f"{figure(int(missed))} evaluation points were not evaluated: the target may have been met before."
-        )
-    partial = sum(line.get("partial") is True for line in run.evaluations)
-    if partial:
-        found.append(f"{partial:,} evaluations are of some of the prompts only: they are no score, and meet no target.")
+    batches = [int(value) for line in run.cut if (value := number_of(line, "batch")) is not None]
+    ends = f"batch {figure(min(batches))} to {figure(max(batches))}" if batches else ""
+    names = {
+        plain(name)
+        for line in (*run.starts, run.summary)
+        for key in ("lost", "history_lost")
+        for name in _list(line.get(key))
+    }
+    lost = f"A start found parts of its own record missing: {', '.join(sorted(names))}."
+    missed = number_of(run.summary, "points_not_evaluated") or 0.0
+    found = [
+        (failed, f"Starts that ended with an error: {failed:,}."),
+        (len(run.starts) > 1, f"Resumes: {len(run.starts) - 1:,}."),
+        (batches, f"{len(batches):,} windows were trained again or closed anew after a resume ({ends})."),
+        (names, f"{lost} Figures over the whole run are incomplete."),
+        (run.bad_samples, f"{len(run.bad_samples):,} samples could not be used and were left out of training."),
+        (missed, f"{missed:,.0f} evaluation points were not evaluated: the target may have been met before."),
+        (partial, f"{partial:,} evaluations are of some of the prompts only: they are no score, and meet no target."),
+    ]
     for key, what in (("loss", "training loss"), ("gradient_norm", "gradient norm")):
         none = int(np.isnan(run.windows[key]).sum())
-        if none and none < len(run.windows[key]):
-            found.append(f"{none:,} windows have no finite {what}.")
-    return found
+        found.append((0 < none < len(run.windows[key]), f"{none:,} windows have no finite {what}."))
+    return [text for is_so, text in found if is_so]
 
 
 def _list(value: Any) -> Sequence[Any]:

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from markupsafe import Markup, escape
@@ -33,24 +33,15 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "easel",
     "font.size": 11.0,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": COLOURS["grid"],
-    "axes.labelcolor": COLOURS["muted"],
-    "xtick.color": COLOURS["grid"],
-    "ytick.color": COLOURS["grid"],
-    "xtick.labelcolor": COLOURS["muted"],
-    "ytick.labelcolor": COLOURS["muted"],
-    "text.color": COLOURS["ink"],
-    "grid.color": COLOURS["grid"],
-    "grid.linewidth": 0.6,
     "axes.axisbelow": True,
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), COLOURS["grid"]),
+    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), COLOURS["muted"]),
+    "text.color": COLOURS["ink"],
+    "grid.linewidth": 0.6,
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
-    "path.simplify": True,
 }
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 Array = np.ndarray
@@ -75,6 +66,14 @@ class Series:
     """Written at its points."""
     dash: int = 0
 
+    @property
+    def lows(self) -> Array:
+        return self.y if self.low is None else self.low
+
+    @property
+    def highs(self) -> Array:
+        return self.y if self.high is None else self.high
+
 
 @dataclass(frozen=True)
 class Plot:
@@ -96,6 +95,10 @@ class Plot:
     y_range: tuple[float, float] | None = None
 
     @property
+    def has_points(self) -> bool:
+        return any(len(series.x) for series in self.series)
+
+    @property
     def legend(self) -> list[tuple[str, str, str]]:
         """(variable of the colour, kind of the swatch, words) for what is named in it."""
         named = [
@@ -112,19 +115,32 @@ class Plot:
 # --- thinning ---
 
 
-def thinned(name: str, x: Array, y: Array, most: int = MOST_POINTS, **more: Any) -> Series:
+def thinned(
+    name: str,
+    x: Array,
+    y: Array,
+    most: int = MOST_POINTS,
+    low: Array | None = None,
+    high: Array | None = None,
+    **more: Any,
+) -> Series:
     """Return a series of `most` points at most; of each bucket of equally many points: mean of x, least, mean and greatest y.
 
     Points without x or y are left out.
+
+    Args:
+        low, high: of points that are means themselves.
     """
     there = np.isfinite(x) & np.isfinite(y)
-    x, y = x[there], y[there]
+    x, y, low, high = (None if of is None else of[there] for of in (x, y, low, high))
+    assert x is not None and y is not None
     if len(x) <= most:
-        return Series(name, x, y, **more)
+        return Series(name, x, y, low=low, high=high, **more)
     begins = np.linspace(0, len(x), most, endpoint=False).astype(int)
     sizes = np.diff([*begins, len(x)])
     means = [np.add.reduceat(values, begins) / sizes for values in (x, y)]
-    low, high = np.minimum.reduceat(y, begins), np.maximum.reduceat(y, begins)
+    low = np.minimum.reduceat(y if low is None else low, begins)
+    high = np.maximum.reduceat(y if high is None else high, begins)
     return Series(name, *means, low=low, high=high, **more)
 
 
@@ -248,27 +264,12 @@ def _for_page(text: str, plot: Plot) -> str:
 
 
 def words_of(plot: Plot) -> str:
-    """Say what a plot shows."""
-    said = [f"{plot.title}: {plot.y_label} over {plot.x_label}."]
-    for series in plot.series:
-        if not len(series.x):
-            continue
-        name = f"{series.name}: " if series.name else ""
-        low = series.y if series.low is None else series.low
-        high = series.y if series.high is None else series.high
-        if len(series.x) == 1:
-            said.append(f"{name}{figure(float(series.y[0]))} at {_whole(float(series.x[0]))}.")
-            continue
-        ends = [f"{figure(float(series.y[place]))} at {_whole(float(series.x[place]))}" for place in (0, -1)]
-        said.append(
-            f"{name}from {ends[0]} to {ends[1]}; least {figure(float(low.min()))}, greatest {figure(float(high.max()))}."
-        )
-    said += [f"Dashed line: {words}." for _, words in plot.targets]
-    return " ".join(said)
+    """Say what a plot shows; its figures are in a table below it."""
+    targets = [f"Dashed line: {words}." for _, words in plot.targets]
+    return " ".join([f"{plot.title}: {plot.y_label} over {plot.x_label}.", *targets])
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """The figures of a plot."""
 
     head: Sequence[str]
@@ -278,32 +279,20 @@ class Table:
 def table_of(plot: Plot) -> Table:
     """Return the figures of a plot, thinned once more where they are many: a mean then, with the least and the greatest."""
     shown = [series for series in plot.series if len(series.x)]
-    several, rows = len(shown) > 1, []
-    thin = [_shorter(series) for series in shown]
+    thin = [s if s.labels else thinned(s.name, s.x, s.y, MOST_ROWS, s.low, s.high) for s in shown]
+    is_named, rows = len(shown) > 1 or any(series.labels for series in shown), []
     bands = any(series.low is not None for series in thin)
     for series in thin:
-        for place in range(len(series.x)):
-            cells = [_whole(float(series.x[place])), figure(float(series.y[place]), 6)]
-            if bands:
-                cells += ["" if series.low is None else figure(float(of[place]), 6) for of in (series.low, series.high)]
-            label = [f" ({series.labels[place]})"] if series.labels else [""]
-            rows.append([series.name + label[0], *cells] if several or series.labels else cells)
-    name = ["series"] if several or any(series.labels for series in shown) else []
-    return Table([*name, plot.x_label, plot.y_label, *(["least", "greatest"] if bands else [])], rows)
+        for place, (x, *values) in enumerate(zip(series.x, series.y, series.lows, series.highs, strict=True)):
+            cells = [_whole(float(x)), *(figure(float(value), 6) for value in values[: 3 if bands else 1])]
+            if bands and series.low is None:
+                cells[2:] = ["", ""]
+            label = f" ({series.labels[place]})" if series.labels else ""
+            rows.append([f"{series.name}{label}", *cells] if is_named else cells)
+    head = [*["series"] * is_named, plot.x_label, plot.y_label, *["least", "greatest"] * bands]
+    return Table(head, rows)
 
 
 def _whole(value: float) -> str:
     """Return a number of images, or a time, as it is."""
     return figure(int(value) if value.is_integer() else value, 6)
-
-
-def _shorter(series: Series) -> Series:
-    """Return a series of MOST_ROWS points at most, the extremes kept."""
-    if len(series.x) <= MOST_ROWS:
-        return series
-    low = series.y if series.low is None else series.low
-    high = series.y if series.high is None else series.high
-    begins = np.linspace(0, len(series.x), MOST_ROWS, endpoint=False).astype(int)
-    sizes = np.diff([*begins, len(series.x)])
-    x, y = (np.add.reduceat(values, begins) / sizes for values in (series.x, series.y))
-    return Series(series.name, x, y, low=np.minimum.reduceat(low, begins), high=np.maximum.reduceat(high, begins))

@@ -11,7 +11,6 @@ Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cli.command import command
-from cli.errors import Refused
-from cli.files import read_json
 from cli.table import as_table
-from reports.marks import rewrite
+from reports.marks import show_record
 from reports.page_plots import smoothed
 from reports.record_table import Row, Table
 from reports.tables import about, in_markdown
@@ -130,7 +127,9 @@ def _over_first(record: Record, of: Sequence[Run]) -> str:
 
 
 def text_of(record: Record) -> str:
-    """Format a record for the terminal."""
+    """Format a record for the terminal. Raises ValueError: it is of another schema."""
+    if record["schema"] != SCHEMA:
+        raise ValueError(f"its schema is {record['schema']}; possible: {SCHEMA}, else the code of its commit")
     table = table_of(record)
     return "\n".join([about(record), table.title, as_table(table.head, table.rows, table.align)])
 
@@ -183,7 +182,12 @@ def has_curves(record: Record) -> bool:
 
 
 def draw(record: Record, path: Path) -> None:
-    """Draw the losses, a panel for each combination of the other axes where the sweep has points; below, the differences."""
+    """Draw the losses, a panel for each combination of the other axes where the sweep has points; below, the differences.
+
+    Raises ValueError: no run has left enough for a curve.
+    """
+    if not has_curves(record):
+        raise ValueError(f"no run has a loss curve, so there is nothing to draw. Leave {path} out.")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -191,26 +195,21 @@ def draw(record: Record, path: Path) -> None:
 
     own = [key for key in record["axes"] if key in _of_points(record)]
     others = [key for key in record["axes"] if key not in (*own, SEED)]
-    panels = groups_of(record["runs"], others) if own else {"": [r for r in record["runs"] if r["status"] == OK]}
+    panels = groups_of(record["runs"], others if own else [])
     shown = dict(itertools.islice(panels.items(), MOST_PANELS))
     lines = own or others
-    losses = {name: losses_of(of, lines) for name, of in shown.items()}
-    below = {name: differences_of(record, of, lines) for name, of in shown.items()}
-    labels = list(dict.fromkeys(label for bands in losses.values() for label in bands))
+    losses = [losses_of(of, lines) for of in shown.values()]
+    below = [differences_of(record, of, lines) for of in shown.values()]
+    labels = list(dict.fromkeys(label for bands in losses for label in bands))
     looks = {label: _look(number) for number, label in enumerate(labels[:MOST_LINES])}
-    num_rows = 2 if any(below.values()) else 1
-    figure, axes = pyplot.subplots(
-        num_rows,
-        len(shown),
-        squeeze=False,
-        figsize=(max(8, 5.5 * len(shown)), 1 + 3.6 * num_rows),
-        layout="constrained",
-    )
+    num_rows, num = 2 if any(below) else 1, len(shown)
+    size = (max(8, 5.5 * num), 1 + 3.6 * num_rows)
+    figure, axes = pyplot.subplots(num_rows, num, squeeze=False, figsize=size, layout="constrained")
     for column, name in enumerate(shown):
-        _draw(axes[0, column], losses[name], looks, "training loss, mean and extremes of the seeds")
+        _draw(axes[0, column], losses[column], looks, "training loss, mean and extremes of the seeds")
         axes[0, column].set_title(name if own and others else "")
         if num_rows > 1:
-            _draw(axes[1, column], below[name], looks, "over the first, same seed, %")
+            _draw(axes[1, column], below[column], looks, "over the first, same seed, %")
             axes[1, column].axhline(0.0, color="#808080", linewidth=0.8)
         axes[-1, column].set_xlabel("images seen")
     if len(labels) > 1:  # a panel may lack a line: its runs did not end well
@@ -242,42 +241,10 @@ def _draw(axes: Axes, bands: Lines, looks: Mapping[str, tuple[str, str]], what: 
 # --- the command ---
 
 
-def read_record(place: str) -> dict[str, Any]:
-    """Read a record. Raises ValueError: it is none."""
-    try:
-        record = read_json(Path(place))
-        text_of(record), has_curves(record)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        said = f"{place}: is no record of sweep.py ({type(error).__name__}: {error})"
-        raise ValueError(f"{said}. Give a record.json of a sweep.") from error
-    if (schema := record.get("schema")) != SCHEMA:
-        given = f"{place}: is of schema {json.dumps(schema)}"
-        raise ValueError(f"{given}. Possible: {SCHEMA}. Read it with the code of its commit.")
-    return record
-
-
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    kinds = {suffix: [word for word in argv if word.endswith(suffix)] for suffix in (".json", ".png", ".md")}
-    if len(kinds[".json"]) != 1 or sum(map(len, kinds.values())) != len(argv):
-        raise Refused(f"command line: {' '.join(argv)}. Possible: RECORD.json, OUT.png, PAGE.md. Give one record.")
-    [place] = kinds[".json"]
-    try:
-        record = read_record(place)
-        rewrite(kinds[".md"], place, markdown_of(record))
-        for path in kinds[".png"]:
-            if not has_curves(record):
-                raise ValueError(f"{place}: no run has a loss curve, so there is nothing to draw. Leave {path} out.")
-            draw(record, Path(path))
-            print(f"written: {path}")
-    except OSError as error:
-        raise Refused(f"{error.filename}: {error.strerror}. Check the path.") from error
-    except ValueError as error:
-        raise Refused(str(error)) from error
-    if len(argv) == 1:
-        print(text_of(record))
-    return 0
+    return show_record(argv, "sweep.py", text_of, markdown_of, draw)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,72 +30,59 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 
-@dataclass(frozen=True)
-class Plot:
-    """One panel: lines over the images seen, bars of what runs came to, or pictures.
-
-    `metrics`: their names, or one with NAME for each stream's.
-    """
-
-    title: str
-    metrics: Sequence[str]
-    kind: str = "lines"
-
-
-SECTIONS = {
-    "Quality": [
-        Plot("FID", ["eval/fid"]),
-        Plot("CLIP score", ["eval/clip"]),
-        Plot("Samples", [SAMPLES, FILM], "pictures"),
-        Plot("Images to the target", ["result/images_to_target"], "bars"),
-        Plot("Training seconds to the target", ["result/seconds_to_target"], "bars"),
-    ],
-    "Loss": [
-        Plot("Training loss, windows", ["train/loss"]),
-        Plot("Training loss, batches", ["train/batch_loss"]),
-        Plot("Validation loss", ["val/loss"]),
-        Plot("Validation loss by timestep", list(bins_named([0.0] * 10))),
-        Plot("Loss of each stream", ["streams/NAME/loss"]),
-        Plot("Gradient norm", ["train/gradient_norm"]),
-        Plot("Learning rate", ["train/lr"]),
-    ],
-    "Speed": [
-        Plot("Images/s", ["speed/images_per_sec", "speed/images_per_sec_wall"]),
-        Plot("Waiting for data, fraction", ["speed/data_wait_frac"]),
-        Plot(
-            "Seconds of a window", [f"time/{clock}_sec" for clock in ("train", "data_wait", "eval", "other")], "areas"
-        ),
-        Plot("Peak memory, GiB", ["memory/peak_mem_gib"]),
-        Plot("Images/s of the run", ["result/images_per_sec"], "bars"),
-    ],
-    "Run": [
-        Plot("Starts", ["progress/start"]),
-        Plot("Epochs", ["progress/epoch"]),
-        Plot("Unusable samples", ["data/bad_samples"]),
-        Plot("Seconds of an evaluation", ["eval/eval_sec"]),
-    ],
+SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "Quality": {
+        "FID": ("eval/fid",),
+        "CLIP score": ("eval/clip",),
+        "Samples": (SAMPLES, FILM),
+        "Images to the target": ("result/images_to_target",),
+        "Training seconds to the target": ("result/seconds_to_target",),
+    },
+    "Loss": {
+        "Training loss, windows": ("train/loss",),
+        "Training loss, batches": ("train/batch_loss",),
+        "Validation loss": ("val/loss",),
+        "Validation loss by timestep": (*bins_named([0.0] * 10),),
+        "Loss of each stream": ("streams/NAME/loss",),
+        "Gradient norm": ("train/gradient_norm",),
+        "Learning rate": ("train/lr",),
+    },
+    "Speed": {
+        "Images/s": ("speed/images_per_sec", "speed/images_per_sec_wall"),
+        "Waiting for data, fraction": ("speed/data_wait_frac",),
+        "Seconds of a window": tuple(f"time/{clock}_sec" for clock in ("train", "data_wait", "eval", "other")),
+        "Peak memory, GiB": ("memory/peak_mem_gib",),
+        "Images/s of the run": ("result/images_per_sec",),
+    },
+    "Run": {
+        "Starts": ("progress/start",),
+        "Epochs": ("progress/epoch",),
+        "Unusable samples": ("data/bad_samples",),
+        "Seconds of an evaluation": ("eval/eval_sec",),
+    },
 }
+"""Section -> title of a panel -> its metrics; one with NAME is each stream's. What a run came to is bars, all else lines."""
 
 
 def metrics() -> Iterator[str]:
     """Yield each metric that the dashboard names."""
     yield IMAGES
-    for plots in SECTIONS.values():
-        for plot in plots:
-            yield from plot.metrics
+    for panels in SECTIONS.values():
+        for names in panels.values():
+            yield from names
 
 
-def _panel(plot: Plot) -> Any:
+def _panel(title: str, names: Sequence[str]) -> Any:
     from wandb_workspaces.reports import v2 as panels
 
-    if plot.kind == "pictures":
-        return panels.MediaBrowser(title=plot.title, media_keys=list(plot.metrics), gallery_axis="step")
-    if plot.kind == "bars":
-        return panels.BarPlot(title=plot.title, metrics=list(plot.metrics))
-    lines = {"title": plot.title, "x": IMAGES, "title_x": "images", "smoothing_type": "none"}
-    if "NAME" in plot.metrics[0]:
-        return panels.LinePlot(metric_regex=plot.metrics[0].replace("NAME", ".+"), **lines)
-    return panels.LinePlot(y=list(plot.metrics), plot_type="stacked-area" if plot.kind == "areas" else "line", **lines)
+    if SAMPLES in names:
+        return panels.MediaBrowser(title=title, media_keys=list(names), gallery_axis="step")
+    if names[0].startswith("result/"):
+        return panels.BarPlot(title=title, metrics=list(names))
+    lines = {"title": title, "x": IMAGES, "title_x": "images", "smoothing_type": "none"}
+    if "NAME" in names[0]:
+        return panels.LinePlot(metric_regex=names[0].replace("NAME", ".+"), **lines)
+    return panels.LinePlot(y=list(names), plot_type="stacked-area" if names[0].startswith("time/") else "line", **lines)
 
 
 def workspace(entity: str, project: str, *, grouped: bool = False) -> Workspace:
@@ -109,8 +95,8 @@ def workspace(entity: str, project: str, *, grouped: bool = False) -> Workspace:
         entity=entity,
         project=project,
         sections=[
-            workspaces.Section(name=name, panels=[_panel(plot) for plot in plots], is_open=True)
-            for name, plots in SECTIONS.items()
+            workspaces.Section(name=name, panels=[_panel(*panel) for panel in panels.items()], is_open=True)
+            for name, panels in SECTIONS.items()
         ],
         settings=workspaces.WorkspaceSettings(x_axis=IMAGES),
         runset_settings=workspaces.RunsetSettings(groupby=[Metric("Group")] if grouped else []),
@@ -128,18 +114,15 @@ def as_json(view: Workspace) -> dict[str, Any]:
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    keys = dict(word.split("=", 1) for word in argv[1:] if "=" in word)
-    if not re.fullmatch(r"[^/=\s]+/[^/=\s]+", argv[0]) or len(keys) != len(argv) - 1:
-        raise Refused(f"command line: '{' '.join(argv)}'. Possible: ENTITY/PROJECT, then grouped=true, out=FILE.")
-    for key, value in keys.items():
-        if key not in ("grouped", "out") or not value or (key == "grouped" and value not in ("true", "false")):
-            raise Refused(
-                f"command line: '{key}={value}' is not known. Possible: grouped=true, grouped=false, out=FILE."
-            )
+    keys, possible = dict(word.partition("=")[::2] for word in argv[1:]), "ENTITY/PROJECT, then grouped=true, out=FILE"
+    is_grouped = keys.get("grouped", "false")
+    is_known = {*keys} <= {"grouped", "out"} and all(keys.values()) and is_grouped in ("true", "false")
+    if not is_known or not re.fullmatch(r"[^/=\s]+/[^/=\s]+", argv[0]):
+        raise Refused(f"command line: '{' '.join(argv)}'. Possible: {possible}.")
     if importlib.util.find_spec("wandb_workspaces") is None:
         todo = "Run: pip install --no-deps -r requirements/loggers.lock"
         raise Refused(f"wandb-workspaces is not installed, which the dashboard is made with. {todo}.")
-    view = workspace(*argv[0].split("/"), grouped=keys.get("grouped") == "true")
+    view = workspace(*argv[0].split("/"), grouped=is_grouped == "true")
     if "out" in keys:
         path = Path(keys["out"])
         try:

@@ -17,11 +17,10 @@ from evaluation.prompts import read_prompts
 from evaluation.score_table import read_rows
 from prepare import coco_subset
 from record.config_file import CONFIG, LATER, masked_text, read_config
-from record.files import ALL, check_record, evaluations_of, lost_history, read_summary, seconds_of_starts
+from record.files import ALL, check_record, evaluations_of, lost_history, read_summary
 from record.films import read_mp4
 from record.history import grid_bytes, is_run, read_history
 from record.mlperf_events import events_to_fault, read_events
-from record.run_files import read_run_files
 from record.standing import signature
 from reports.page_samples import samples_of
 
@@ -64,13 +63,11 @@ def test_what_is_no_file_of_some_size_is_refused_before_it_is_read(what, tmp_pat
 
 READERS: list[Callable[[Path], object]] = [
     read_history,
-    read_run_files,
     read_config,
     masked_text,
     check_record,
     read_summary,
     evaluations_of,
-    seconds_of_starts,
     signature,
     export._commit_of,
     export.caption_of,
@@ -112,7 +109,7 @@ def test_no_reader_of_a_runs_folder_waits_for_a_pipe_or_reads_a_device(what, tmp
     [
         ("reports.study", ["a.json"]),
         ("reports.study", ["record.json", "b.md"]),
-        ("reports.latency", ["a.json", "b.png"]),
+        ("reports.latency", ["a.json"]),
         ("reports.tables", ["a.json"]),
         ("reports.scaling", ["a.json"]),
         ("reports.compare", ["a.json", "b.json"]),

@@ -233,7 +233,7 @@ def test_without_scripts_the_pages_show_all_that_they_have(chromium, pages):
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
     """A folder of runs that is not there yet, and the address at which it is served."""
-    monkeypatch.setattr(live, "POLL_MS", 100)
+    monkeypatch.setattr(live, "STATUS", live.STATUS.replace("4000", "100"))
     monkeypatch.setattr(live, "PAUSE", 0.0)
     monkeypatch.setattr(live, "LEAST_SEC", 0.0)
     with live.Server("127.0.0.1", 0, live.Site(tmp_path / "runs")) as server:
@@ -302,7 +302,7 @@ def test_a_page_renews_itself_and_what_the_reader_has_moved_stays(chromium, serv
 
 
 def test_a_page_whose_server_has_ended_stays_and_says_so(chromium, tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "POLL_MS", 100)
+    monkeypatch.setattr(live, "STATUS", live.STATUS.replace("4000", "100"))
     server = live.Server("127.0.0.1", 0, live.Site(copy_run(tmp_path)))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     with Opened(chromium, server.address) as opened:
@@ -318,7 +318,7 @@ def test_a_page_whose_server_has_ended_stays_and_says_so(chromium, tmp_path, mon
 def test_axe_core_finds_nothing_wrong_with_what_is_served(chromium, served, monkeypatch, scheme):
     """While a run is waited for, and when the server has ended: the words that say so are shown here without an end."""
     runs, address = served
-    monkeypatch.setattr(live, "POLL_MS", 10**8)
+    monkeypatch.setattr(live, "STATUS", live.STATUS.replace('"100"', '"100000000"'))
     with Opened(chromium, address, color_scheme=scheme, bypass_csp=True) as opened:
         assert violations(opened.tab) == []
         copy_run(runs)

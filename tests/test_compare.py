@@ -298,16 +298,6 @@ def test_records_of_bench_compare_figure_by_figure(tmp_path, capsys):
         compare.compared([f"{RESULTS}/step.json", f"{tmp_path}/other.json"])
 
 
-def test_cases_of_a_record_of_bench_have_names_and_sizes(tmp_path):
-    made = json.loads((RESULTS / "families_cpu.json").read_text())
-    made["cases"][0]["image_size"] = 128
-    (tmp_path / "new.json").write_text(json.dumps(made))
-    with pytest.raises(ValueError, match=r"^sd2_tiny: image_size: 64 in families_cpu, 128 in new\."):
-        compare.compared([f"{RESULTS}/families_cpu.json", f"{tmp_path}/new.json"])
-    table, _ = compare.compared([f"{RESULTS}/families_cpu.json", f"{tmp_path}/new.json"], ["sd2_tiny: image_size"])
-    assert table.rows[0][0] == "sd2_tiny: ms" and {row[-1] for row in table.rows} == {compare.FIRST, ALIKE}
-
-
 def test_records_of_one_name_are_told_apart_by_their_folders(record):
     table, _ = compare.compared([record("x/a"), record("y/a"), record("z")])
     assert [row[0] for row in table.rows] == ["x/a", "y/a", "z"]
@@ -319,42 +309,12 @@ def test_a_record_of_code_that_nobody_has_is_said_to_be(record):
     assert "b: made of a tree with changes that are in no commit" in notes
 
 
-# --- published figures ---
-
-
-def test_nvidias_figures_are_named_as_theirs_and_get_no_verdict():
-    table, notes = compare.compared([str(ROOT / "reports/nvidia_published.json")])
-    assert (
-        table.title.startswith("Published by NVIDIA, not measured here: ") and "https://docs.nvidia.com/" in table.title
-    )
-    assert all(row[0].startswith("NVIDIA, ") for row in table.rows) and notes == []
-    pairs = list(itertools.pairwise(table.rows))[::2]
-    assert [(one[1], other[1], other[4]) for one, other in pairs] == [
-        ("A100", "H100", ratio) for ratio in ("1.908", "1.847", "1.868", "1.804", "1.705", "1.636", "1.630")
-    ]
-    assert {other[5] for _, other in pairs} == {"none: no spread was published"}
-
-
-def test_nvidias_figures_a_card_follow_from_those_that_it_states():
+def test_nvidias_figures_a_card_follow_from_those_that_it_states_and_stand_on_the_page():
+    page = (ROOT / "docs/comparing.md").read_text()
     for row in json.loads((ROOT / "reports/nvidia_published.json").read_text())["rows"]:
         for card, speed in row[SPEED].items():
             assert speed == pytest.approx(row["images_per_sec"][card] / row["num_devices"], abs=0.005)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"rows": []}, "has no published figures (each row needs two devices). See"),
-        ({"rows": [{"name": "x"}]}, "has no published figures (KeyError: 'images_per_sec_per_device'). See"),
-        ({"source": ...}, "has no published figures (KeyError: 'source'). See"),
-        ({"schema": 2}, "is of schema 2. Possible: 1. Read it with the code of its commit."),
-    ],
-)
-def test_published_figures_without_a_source_or_rows_are_refused(changed, said, record):
-    path = record("p", ROOT / "reports/nvidia_published.json", **changed)
-    with pytest.raises(ValueError) as refused:
-        compare.compared([path])
-    assert f"{path}: {said}" in str(refused.value)
+            assert f"| NVIDIA, {row['name']} | {card} | {speed:.2f} |" in page
 
 
 # --- bad input ---
@@ -378,7 +338,6 @@ def test_published_figures_without_a_source_or_rows_are_refused(changed, said, r
         ({"images_per_sec_max": True}, "its images_per_sec_max is True. Possible: a number above 0."),
         ({"images_per_sec_max": ...}, "it has no images_per_sec_max. Possible: a number above 0."),
         ({"images_per_sec_min": 200.0}, "its median 114.31 is not between its extremes 200 and 116.899. Give a record"),
-        ({"published": "NVIDIA"}, "has published figures, which no key says how they were made. Give it alone."),
     ],
 )
 def test_what_is_no_record_or_has_no_figure_is_refused(content, said, record, tmp_path, capsys):

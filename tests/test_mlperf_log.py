@@ -242,7 +242,7 @@ def test_a_line_that_is_no_event_is_named_and_nothing_behind_it_is_lost(tmp_path
     text = log.read_text().replace(':::MLLOG {"namespace": "", "time_ms"', ':::MLLOG {"namespace: "", "time_ms"', 1)
     log.write_text(text)
     again = Drive(tmp_path, closed(), header(512, 1))
-    with pytest.raises(ConfigError, match=r"mlperf.log: line 1 is no event of MLPerf's: ':::MLLOG .*'. Fix it or take"):
+    with pytest.raises(ConfigError, match=r"mlperf.log: line 1 of its log is no event of MLPerf's: .* Fix it or take"):
         again.start(512_000)
     assert log.read_text() == text
 
@@ -587,8 +587,8 @@ def test_a_run_whose_log_could_not_be_accepted_is_refused_before_it_starts(tmp_p
     assert refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old") == [line]
     (tmp_path / "old/mlperf.log").write_text(":::MLLOG {}\n")
     assert refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old") == [
-        f"{tmp_path}/old/mlperf.log: line 1 is no event of MLPerf's: ':::MLLOG {{}}'. Fix it or take it out, or run "
-        "without a log (mlperf.enabled=false)."
+        f"{tmp_path}/old/mlperf.log: line 1 of its log is no event of MLPerf's: Easel has not written it so. "
+        "Fix it or take it out, or run without a log (mlperf.enabled=false)."
     ]
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 import benchmark
 import eval as eval_command
 from evaluation.prompts import Prompt
-from reports.contact_sheet import NONE, Picture, columns_of, contact_sheet, drawable
+from reports.contact_sheet import Picture, columns_of, contact_sheet
 from reports.samples import tiles_of
 from training.pictures import NAME, Wanted, captions_of, cut_off, folder_problem, parameters, save, told_by, write_sheet
 from zoo import load_family
@@ -164,8 +164,10 @@ def test_a_row_has_whole_groups_of_one_caption():
     assert [columns_of(12, alike) for alike in (2, 3, 4, 6, 9)] == [4, 3, 4, 6, 5]
 
 
-def test_letters_that_the_font_lacks_have_a_box():
-    assert drawable("a 日 Я\n\x1b[0m") == f"a {NONE} Я [0m"
+def test_letters_that_the_font_lacks_are_drawn_as_something(tmp_path):
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    some, none = (contact_sheet([Picture(tmp_path / "a.png", text)], "", "") for text in ("日本", ""))
+    assert some.size == none.size and np.asarray(some).mean() < np.asarray(none).mean()
 
 
 # --- of a run ---

@@ -39,7 +39,7 @@ from prepare.laion import command as laion
 from prepare.shapes.command import TRAINING_NUMBERS, parse
 from prepare.words import split_words
 from record.summary import rounded
-from reports import compare, live, samples, study
+from reports import compare, samples, study
 from sweeps.file import read_sweep
 from tests.cluster.__main__ import table as table_of_restarts
 from tests.store.__main__ import table as table_of_faults
@@ -207,11 +207,11 @@ def read(module: str, words: list[str]) -> None:
     elif module in ("reports.latency", "reports.study", "reports.tables"):
         assert [Path(word).suffix for word in words] in ([".json"], [".json", ".png"])
     elif module == "reports.compare":
-        assert compare.read_words(words).places
+        assert compare.read_words(words)[0]
     elif module == "preflight.scaling":
         assert Path(scaling.read_words(words).yaml).is_file()
     elif module == "reports.live":
-        assert live.read_words(words)
+        assert words[0].startswith("runs") and {word.partition("=")[0] for word in words[1:]} <= {"port", "host"}
     elif module == "reports.page":
         assert words and all(word == "runs" or word.startswith("runs/") or word.endswith(".html") for word in words)
     elif module == "reports.screenshot":

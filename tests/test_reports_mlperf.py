@@ -18,7 +18,6 @@ import pytest
 from conftest import ROOT, run
 from mlperf_fixture import Drive, closed, curves, header, passes, record, write_run
 from omegaconf import OmegaConf
-from PIL import Image
 from test_layout import imports_of
 
 from record.environment import environment
@@ -304,7 +303,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, capsys):
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"{bad / name}"), name
         (bad / name).write_text(before)
     files = {
-        "metrics.jsonl": '{"evaluation": true}\n',
+        "metrics.jsonl": '{"evaluation": tru\n',
         "environment.json": "[]",
         "config.yaml": "global_batch_size: many",
     }
@@ -329,8 +328,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, capsys):
     ("name", "text", "wrong"),
     [
         ("summary.json", "[]", "it holds a list"),
-        ("environment.json", "{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-        ("metrics.jsonl", "x\n", "line 1 is none of a run's"),
+        ("environment.json", "{", "it is no whole JSON"),
     ],
 )
 def test_where_no_run_is_left_the_broken_file_is_named(tmp_path, capsys, name, text, wrong):
@@ -338,6 +336,14 @@ def test_where_no_run_is_left_the_broken_file_is_named(tmp_path, capsys, name, t
     (bad / name).write_text(text)
     left = "No run is left. Repair it, or give other runs: runs/NAME ..."
     assert refused(capsys, [bad], tmp_path / "out") == [f"{bad / name} cannot be read: {wrong}. {left}"]
+
+
+def test_a_broken_line_of_the_record_is_named(tmp_path, capsys):
+    bad = make(tmp_path / "bad", seed=2)
+    (bad / "metrics.jsonl").write_text("x\n")
+    assert refused(capsys, [bad], tmp_path / "out")[0].startswith(
+        f"{bad / 'metrics.jsonl'}: 1 of its lines cannot be read."
+    )
 
 
 def test_a_number_behind_a_variable_is_one(tmp_path, monkeypatch):
@@ -480,7 +486,7 @@ def test_a_run_that_cannot_count_is_left_out_and_the_others_are_reported(tmp_pat
     text = said(capsys, runs, tmp_path / "out")
     assert f"run=bad left out: {WHY['cut']}" in text and f"run=none left out: {WHY['no log']}.\n" in text
     assert re.search(r"^good +1 +success ", text, re.MULTILINE) and "no result: 1 runs of 10.\n" in text
-    assert len(list((tmp_path / "out").rglob("result_*.txt"))) == 1 and (tmp_path / "out/band.png").is_file()
+    assert len(list((tmp_path / "out").rglob("result_*.txt"))) == 1
 
 
 def test_an_easier_target_after_the_end_makes_no_pass_of_a_run_that_failed(tmp_path):
@@ -601,14 +607,6 @@ def test_the_log_itself_says_by_which_networks_it_was_scored(tmp_path):
     assert run.problem().startswith("scored by shapes-reader: no result of the closed division, which asks for 30,000")
 
 
-@pytest.mark.parametrize("num", [1, 10])
-def test_the_picture_is_drawn(tmp_path, capsys, num):
-    runs = [make(tmp_path / f"r{n}", seed=n) for n in range(num)]
-    said(capsys, runs, tmp_path / "out")
-    image = Image.open(tmp_path / "out/band.png").convert("RGB")
-    assert image.size[0] > 1000 and len(set(image.resize((200, 100)).getdata())) > 50
-
-
 def test_reports_read_runs_through_the_record_and_import_no_room_that_makes_them():
     for path in (ROOT / "reports").glob("*.py"):
         modules = {name.split(".")[0] for name in imports_of(path)}
@@ -616,10 +614,10 @@ def test_reports_read_runs_through_the_record_and_import_no_room_that_makes_them
         assert own <= {"reports", "record", "config", "cli"}, path
 
 
-READS_ITSELF = {"mlperf.py:_read_system", "mlperf_band.py:read_bands", "samples.py:main", "page_samples.py:_packed"}
+READS_ITSELF = {"mlperf.py:_read_system", "mlperf_band.py:read_bands", "samples.py:main", "page_samples.py:_embedded"}
 READS_ITSELF |= {"page_text.py:script_of", "screenshot.py:take", "contact_sheet.py:_tile"}
-READS_ITSELF |= {"study.py:read_record", "compare_records.py:_content", "scaling.py:read_record"}
-READS_ITSELF |= {"latency.py:read_record", "tables.py:read_record", "marks.py:rewrite", "wandb_dashboard.py:as_json"}
+READS_ITSELF |= {"compare_records.py:_content", "scaling.py:read_record"}
+READS_ITSELF |= {"marks.py:show_record", "marks.py:rewrite", "wandb_dashboard.py:as_json"}
 """Of no run's folder: a report's own files, the reference's curves, pictures, a measurement's record, a page of docs."""
 
 

@@ -22,7 +22,7 @@ from evaluation.score_table import NEEDED, read_rows, write_rows
 from prepare import doctor
 from record.checkpoint_files import FULL, WEIGHTS, listed, read, write
 from record.config_file import read_config
-from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
+from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of
 from record.mlperf_events import is_begun, lost_events
 from reports import mlperf as report
 from reports.mlperf_runs import read_run
@@ -257,9 +257,9 @@ def read_csv_alone(folder: Path) -> object:
 READERS: dict[str, list[Callable[[Path], object]]] = {
     "config.yaml": [read_config, read_run],
     "environment.json": [read_run],
-    "starts.jsonl": [run_id_of, seconds_of_starts, lambda folder: lost_history(folder, None)],
-    "metrics.jsonl": [evaluations_of, seconds_of_starts, read_run],
-    "metrics.cut.jsonl": [seconds_of_starts],
+    "starts.jsonl": [run_id_of, lambda folder: lost_history(folder, None)],
+    "metrics.jsonl": [evaluations_of, read_run],
+    "metrics.cut.jsonl": [read_run],
     "bad_samples.jsonl": [lambda folder: read_lines(folder / "bad_samples.jsonl")],
     "summary.json": [lambda folder: read_summary(folder, "batches"), read_run],
     "mlperf.log": [is_begun, lambda folder: lost_events(folder, None), read_run],

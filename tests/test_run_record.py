@@ -19,7 +19,8 @@ from callbacks.throughput import MeasureConfig, Throughput
 from cli.errors import ConfigError, text_of
 from cli.files import write_whole
 from record.config_file import ConfigFiles, found_batch_size, keep_batch_size, keep_keys, read_config, say_what_is_later
-from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
+from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of
+from record.history import read_history
 from record.summary import spent, write_outcome
 
 
@@ -111,13 +112,13 @@ def test_a_line_that_is_none_of_its_file_is_named(tmp_path, name, line, said):
 
 
 def test_the_seconds_of_earlier_starts_are_those_of_their_end_or_of_their_last_line_cut_ones_included(tmp_path):
-    """The first ended, the second was killed, the third is of an older version, the fourth left no word."""
-    (tmp_path / "starts.jsonl").write_bytes(written(start(1, seconds=10.0), *(start(number) for number in (2, 3, 4))))
-    lines = [window(1, start_sec=9.0), window(2, start=2, start_sec=20.0), window(3, start=3), window(4, start=3)]
+    """The first ended, the second was killed, the third left no word."""
+    (tmp_path / "starts.jsonl").write_bytes(written(start(1, seconds=10.0), *(start(number) for number in (2, 3))))
+    lines = [window(1, start_sec=9.0), window(2, start=2, start_sec=20.0)]
     (tmp_path / "metrics.jsonl").write_bytes(written(*lines))
-    cut = [window(3, start=2, start_sec=31.0), {**EVALUATION, "start": 2, "start_sec": 45.0}, window(5, start=3)]
-    (tmp_path / "metrics.cut.jsonl").write_bytes(written(*cut[:2]) + b'{"batch": 9, "sta\n[]\n' + written(cut[2]))
-    assert seconds_of_starts(tmp_path) == 10.0 + 45.0 + 3 * 2.0
+    cut = [window(3, start=2, start_sec=31.0), {**EVALUATION, "start": 2, "start_sec": 45.0}]
+    (tmp_path / "metrics.cut.jsonl").write_bytes(written(cut[0]) + b'{"batch": 9, "sta\n[]\n' + written(cut[1]))
+    assert read_history(tmp_path).seconds == 10.0 + 45.0
 
 
 def test_the_device_hours_of_a_run_are_each_starts_seconds_times_its_devices(tmp_path):
@@ -146,16 +147,6 @@ def test_a_record_that_lacks_what_it_had_at_its_checkpoint_is_known(tmp_path):
     }
     (tmp_path / "starts.jsonl").write_bytes(written(start(2), start(3)))
     assert lost_history(tmp_path, None) == {"starts.jsonl": "has 2 of 3 starts"}
-
-
-def test_so_is_one_whose_checkpoint_is_of_an_older_version(tmp_path):
-    (tmp_path / "starts.jsonl").write_bytes(written(start(1)))
-    (tmp_path / "metrics.jsonl").write_bytes(written(window(2)))
-    old = checkpoint(5, losses=[0.1, 0.2])
-    assert lost_history(tmp_path, old) == {"metrics.jsonl": "ends before batch 3, to which it had come"}
-    assert lost_history(tmp_path, checkpoint(4, losses=[0.1, 0.2])) == {}
-    (tmp_path / "starts.jsonl").unlink()
-    assert lost_history(tmp_path, {**old, "callbacks": {}}) == {"starts.jsonl": "has 0 of 1 starts"}
 
 
 @pytest.mark.parametrize(("content", "said"), [('{"target": "pen', "Unterminated string"), ("[1]", "it holds a list")])

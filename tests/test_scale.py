@@ -181,7 +181,7 @@ def test_a_stage_that_does_not_fit_this_machine_is_refused_before_it_is_made(cap
 
 
 def test_the_committed_record_is_of_a_clean_tree_and_its_table_has_every_part():
-    record = tables.read_record(str(ROOT / "reports/results/scale.json"))
+    record = json.loads((ROOT / "reports/results/scale.json").read_text())
     assert record["commit"] and "+" not in record["commit"] and len(record["sizes"]) >= 2
     parts = {key.split("_")[0] for _, key, *_ in tables.ROWS_OF_SCALE if key in record["sizes"][-1]}
     assert parts == {"index", *scale.PARTS} and all(len(row) > 2 for row in tables.table_of_scale(record).rows)
@@ -207,7 +207,7 @@ def test_the_table_goes_on_along_the_line_through_the_two_largest_sizes():
 
 
 def test_what_does_not_grow_with_the_stage_is_not_gone_on_with():
-    table = tables.table_of_scale(tables.read_record(str(ROOT / "reports/results/scale.json")))
+    table = tables.table_of_scale(json.loads((ROOT / "reports/results/scale.json").read_text()))
     further = {name: cell for name, _, _, cell, *_ in table.rows}
     assert further["fetch into a full cache, ms"] == further["start: /dev/shm, MiB"] == "-"
     assert float(further["start: all, s"]) > 0

@@ -111,7 +111,7 @@ def test_a_table_stands_between_the_marks_of_its_record_and_nothing_else_changes
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["a.md"], "command line: a.md. Possible: RECORD.json, or RECORD.json PAGE.md."),
+        (["a.md"], "command line: a.md. Possible: RECORD.json, PAGE.md. Give one record."),
         (["none.json"], "none.json: No such file or directory. Check the path."),
         (
             ["a.json"],

@@ -149,7 +149,7 @@ def test_a_line_looks_the_same_in_every_panel_and_is_in_the_legend(record, tmp_p
 def test_a_record_of_another_schema_is_refused(record, tmp_path, capsys):
     (tmp_path / "x.json").write_text(json.dumps({**record, "schema": 2}))
     assert study.main([f"{tmp_path}/x.json"]) == 2
-    assert f"{tmp_path}/x.json: is of schema 2. Possible: 1. Read it with" in capsys.readouterr().err
+    assert "its schema is 2; possible: 1, else the code of its commit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"measured": "sweep", "axes": []}'])
