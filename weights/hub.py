@@ -284,8 +284,14 @@ def _download(text: str, found: Found, need: Need) -> None:
             if _gib(missing) > free:
                 raise OSError(errno.ENOSPC, f"{_gib(missing):.3g} GiB are to come, {free:.3g} GiB are free")
         for file in missing:
-            here = dict(cache_dir=cache(), endpoint=endpoint(), etag_timeout=ASK_SEC)
-            hf_hub_download(name.repo, file.path, revision=name.revision, **here)
+            hf_hub_download(
+                name.repo,
+                file.path,
+                revision=name.revision,
+                cache_dir=cache(),
+                endpoint=endpoint(),
+                etag_timeout=ASK_SEC,
+            )
     except Exception as error:  # of httpx, of huggingface_hub, of hf_xet, of the system
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
             ways = "Make room there, or set HF_HOME to another folder. The same command goes on"
