@@ -113,8 +113,7 @@ def load_pair(file: WeightsFile) -> ShapesPair:
     text = open_weights(file.path.parent.parent / TEXT_FILE)
     both = WeightsFile(
         file.path,
-        {**file.entries, **text.entries},
-        lambda name: (file if name in file.entries else text).read(name),
+        {**text.tensors, **file.tensors},
     )
     network = build_clip()
     fill(network, both, "the miniature's CLIP pair")

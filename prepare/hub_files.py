@@ -15,9 +15,8 @@ from cli.log import log
 from prepare.manifest import Group
 from prepare.wanted import Memory, Wanted
 from weights import hub
-from weights.hub_errors import host, reason
+from weights.hub import Need, host, reason
 from weights.hub_names import api, endpoint, parse
-from weights.hub_need import Need
 from zoo import load_family
 from zoo.encoders import need_of_denoiser, need_of_encoders
 

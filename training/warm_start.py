@@ -54,15 +54,13 @@ def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
         return []  # reported elsewhere
     prediction = prediction or family.objective["prediction"]
     try:
-        need = need_of_denoiser(family)
-        checked = hub.checked(config.denoiser, need)
+        checked = hub.checked(config.denoiser, need_of_denoiser(family))
         if checked is None:  # it is looked into when it has been downloaded
             return []
         denoiser = checked
         own = _own_checkpoint(denoiser)
         if own is None:
             texts = _published_problems(family, denoiser, prediction)
-            texts = [] if texts and hub.can_be_mended(config.denoiser, need) else texts
         else:
             texts = _own_problems(family, own, _checked(own, outline(own)), prediction)
     except ConfigError as error:

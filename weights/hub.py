@@ -1,57 +1,109 @@
-"""Weights by their name on the Hugging Face Hub: found, downloaded into its cache, and compared with their digests.
+"""Weights by their name on the Hugging Face Hub, through huggingface_hub's own client and cache.
 
-    found = look("owner/name", need)         # asks the hub for facts alone: the commit, the files with sizes and digests
-    found = fetch("owner/name", need)        # downloads what is missing, compares every digest
+    found = look("owner/name", need)         # asks the hub for facts alone: the commit, and the files with their sizes
+    found = fetch("owner/name", need)        # downloads what is missing
     hub_names.place(str(found.name))         # "owner/name@COMMIT" -> the folder in the cache
 
-With a commit nobody is asked where the cache has the files, so that a run resumes without a network. huggingface_hub checks
-the size of what it downloads; the digests are compared here: a file's SHA-256, or git's SHA-1 of a small one.
+With a commit nobody is asked where the cache has the files, so that a run resumes without a network.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import functools
-import hashlib
 import os
-import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from filelock import FileLock
-
 from cli.files import write_whole
+from cli.limits import shown
 from cli.log import log
-from weights.files import Refused
-from weights.hub_errors import host, is_away, reason, why
-from weights.hub_names import MIRRORS, WITHDRAWN, Name, api, cache, endpoint, is_offline, parse, place
-from weights.hub_need import Need
+from weights.files import Refused, weight_files
+from weights.hub_names import MIRRORS, WELL_KNOWN, Name, api, cache, endpoint, is_offline, parse, place, some
 
 ASK_SEC = 10.0
 
 
 @dataclass(frozen=True)
 class File:
-    """One needed file of a repository."""
+    """One file of a repository; sha256: None where it is not known."""
 
     path: str
     bytes: int
-    digest: str | None
-    """SHA-256, or git's SHA-1 of a small file; None: not known."""
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one key takes of a repository: the folders of some networks, or one file.
+
+    networks: folder and stems of its weights, as in ldm_names.Network; whole: folders of which all files are taken; more:
+    files that are taken if they exist.
+    one_of: names of a single file, the first that exists is taken, or else one whose SHA-256 begins with `sha256`.
+    default: the name that is taken if none is given; instead: what to give to do without.
+    """
+
+    networks: tuple[tuple[str, tuple[str, str]], ...] = ()
+    whole: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
+    one_of: tuple[str, ...] = ()
+    sha256: str | None = None
+    default: str | None = None
+    instead: str = ""
+
+    def chosen(self, name: Name, listed: Mapping[str, File]) -> list[str]:
+        """Return the files to take of those of a repository, weights first. Raises Refused: some are missing."""
+        if name.file or not self.networks:
+            file = self._one_file(name, listed)
+            next_to_it = [str(Path(file).parent / more) for more in self.more]
+            return [file, *(path for path in next_to_it if path in listed)]
+        files, absent = [], []
+        for folder, stems in self.networks:
+            before = "" if self._is_alone_in(listed, stems, folder) else f"{folder}/"
+            inside = {path.removeprefix(before) for path in listed if path.startswith(before)}
+            of_weights = weight_files(inside, stems)
+            absent += [] if of_weights else [f"weights in {folder}/"]
+            absent += [] if "config.json" in inside else [f"{folder}/config.json"]
+            files += [f"{before}{file}" for file in (*of_weights, "config.json")]
+        for folder in self.whole:
+            inside_whole = [path for path in listed if path.startswith(f"{folder}/")]
+            files, absent = files + inside_whole, absent + ([] if inside_whole else [f"{folder}/"])
+        if absent:
+            ways = "Give a model's diffusers folder"
+            raise Refused(f"{name} has no {', '.join(absent)}. It has: {some(listed)}. {ways}.")
+        return [*files, *(path for path in self.more if path in listed)]
+
+    def _is_alone_in(self, listed: Mapping[str, File], stems: tuple[str, str], folder: str) -> bool:
+        """True where the only network that is wanted has the whole repository for its folder."""
+        of_root = [path for path in listed if "/" not in path]
+        has_own = any(path.startswith(f"{folder}/") for path in listed)
+        is_network = "config.json" in of_root and bool(weight_files(of_root, stems))
+        return len(self.networks) == 1 and not has_own and is_network
+
+    def _one_file(self, name: Name, listed: Mapping[str, File]) -> str:
+        named = [path for path in ((name.file,) if name.file else self.one_of) if path in listed]
+        if not named and not name.file and self.sha256:
+            named = [path for path, file in listed.items() if (file.sha256 or "").startswith(self.sha256)]
+        if named:
+            return named[0]
+        wanted = name.file or " or ".join(self.one_of)
+        raise Refused(f"{name} has no file {wanted}. It has: {some(listed)}. Give one as hf://{name.repo}/FILE.")
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a name leads to: the commit, the file where the key takes a single one, and all files that are needed."""
+    """What a name leads to: the commit, the file where the key takes a single one, and all files that are needed.
+
+    notes: remarks for the user.
+    """
 
     name: Name
     files: tuple[File, ...]
     notes: tuple[str, ...] = ()
-    """Remarks for the user."""
 
     @property
     def missing(self) -> list[File]:
@@ -61,14 +113,14 @@ class Found:
     def lines(self) -> list[str]:
         """Say what was found and what has to be downloaded."""
         if not (missing := self.missing):
-            unknown = sum(file.digest is None for file in self.files)
-            why_not = f"copied without its links: the digests of {unknown} are not known, nor compared"
-            there = f"{cache()}, {why_not}" if unknown else f"{cache()}"
-            return [*self.notes, f"{self.name}: all {len(self.files)} files are in {there}"]
-        size = sum(file.bytes for file in missing) / 2**30
-        files = "1 file" if len(missing) == 1 else f"{len(missing)} files"
+            return [*self.notes, f"{self.name}: all {len(self.files)} files are in {cache()}"]
+        size, files = _gib(missing), "1 file" if len(missing) == 1 else f"{len(missing)} files"
         listed = ", ".join(file.path for file in missing)
         return [*self.notes, f"{self.name}: {files} to download, {size:.3g} GiB, to {cache()}: {listed}"]
+
+
+def _gib(files: list[File]) -> float:
+    return sum(file.bytes for file in files) / 2**30
 
 
 def checked(text: str, need: Need) -> Path | None:
@@ -87,19 +139,14 @@ def checked(text: str, need: Need) -> Path | None:
     return None if found.missing else place(str(found.name))
 
 
-def can_be_mended(text: str, need: Need) -> bool:
-    """True where a file that cannot be read is a damaged one in the cache, which `fetch` brings again."""
-    return parse(text) is not None and not is_offline() and bool(_damaged(look(text, need)))
-
-
 # --- what a name leads to ---
 
 
 def look(text: str, need: Need) -> Found:
     """Find a name's commit and the files that are needed; nothing is downloaded.
 
-    The hub is asked, but for a commit of which the cache has all, for a repository that its owner withdrew and the cache
-    still has, and in offline mode (HF_HUB_OFFLINE=1). Where the hub is away, the cache serves as well, with a note.
+    The hub is not asked for a commit of which the cache has all, for a withdrawn repository that the cache still has, and in
+    offline mode (HF_HUB_OFFLINE=1). Where the hub cannot be reached, the cache serves as well, with a note.
 
     Raises:
         Refused: there is no such model, revision or file; no access to it; or it can be neither asked nor found in the cache.
@@ -109,19 +156,19 @@ def look(text: str, need: Need) -> Found:
     name = replace(given, repo=MIRRORS.get(given.repo, given.repo))
     if name != given and (here := _in_cache(given, need)) is not None:
         return here
-    here, notes = _in_cache(name, need), _notes(text, name, need)
+    here, notes = _in_cache(name, need), _notes(given, name, need)
     if here is not None and (name.is_pinned or is_offline()):
         return replace(here, notes=notes)
     try:
         commit, is_gated, listed = _listing(endpoint(), name.repo, name.revision)
         found = _found(replace(name, revision=commit), need, listed)
         if is_gated and found.missing:
-            _ask_for(found)
+            _check_access(found)
     except Refused:
         raise
     except Exception as error:  # of httpx, of huggingface_hub, of the system
         if here is None or not is_away(error):
-            raise Refused(why(text, name, need, error)) from error
+            raise Refused(_why(text, name, need, error)) from error
         return replace(here, notes=(*notes, f"{host()} cannot be reached ({reason(error)}), the cache has it"))
     return replace(found, notes=notes)
 
@@ -133,30 +180,30 @@ def in_cache(text: str, need: Need) -> Found | None:
     return _in_cache(given, need) or _in_cache(replace(given, repo=MIRRORS.get(given.repo, given.repo)), need)
 
 
-def _notes(text: str, name: Name, need: Need) -> tuple[str, ...]:
+def _notes(given: Name, name: Name, need: Need) -> tuple[str, ...]:
     """Return what to say of a name where it is first given."""
     original = next((old for old, new in MIRRORS.items() if new == name.repo), None)
     if original is None or name.is_pinned:
         return ()
-    default = ", the default for real data," if text == need.default else ""
-    return (f"{name.repo}{default} is an unofficial mirror of {original}: {WITHDRAWN[original.partition('/')[0]]}",)
+    default = ", the default for real data," if str(given) == need.default else ""
+    return (f"{name.repo}{default} is an unofficial mirror of {original}, which its owner has withdrawn",)
 
 
-def _ask_for(found: Found) -> None:
+def _check_access(found: Found) -> None:
     """Ask for a file's facts, which the hub refuses to those who may not have it; the list of files is everybody's."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    where = dict(revision=found.name.revision, endpoint=endpoint())
-    get_hf_file_metadata(hf_hub_url(found.name.repo, found.missing[0].path, **where), timeout=ASK_SEC)
+    url = hf_hub_url(found.name.repo, found.missing[0].path, revision=found.name.revision, endpoint=endpoint())
+    get_hf_file_metadata(url, timeout=ASK_SEC)
 
 
 @functools.lru_cache
 def _listing(endpoint: str, repo: str, revision: str | None) -> tuple[str, bool, tuple[File, ...]]:
     """Ask the hub, once in a process: the commit, whether access is given by request, and all files."""
     info = api().model_info(repo, revision=revision, files_metadata=True, timeout=ASK_SEC)
-    files = ((s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else s.blob_id) for s in info.siblings or ())
     assert info.sha is not None
-    return info.sha, bool(info.gated), tuple(File(*facts) for facts in sorted(files))
+    files = (File(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else None) for s in info.siblings or ())
+    return info.sha, bool(info.gated), tuple(sorted(files, key=lambda file: file.path))
 
 
 def _in_cache(name: Name, need: Need) -> Found | None:
@@ -165,26 +212,17 @@ def _in_cache(name: Name, need: Need) -> Found | None:
     if pinned is None or not pinned.snapshot.is_dir():
         return None
     files = sorted(path for path in pinned.snapshot.rglob("*") if path.is_file())
-    listed = tuple(
-        File(path.relative_to(pinned.snapshot).as_posix(), path.stat().st_size, _name_of_blob(path)) for path in files
-    )
-    try:
+    listed = tuple(File(path.relative_to(pinned.snapshot).as_posix(), path.stat().st_size) for path in files)
+    with contextlib.suppress(Refused):
         return _found(pinned, need, listed)
-    except Refused:
-        return None
+    return None
 
 
 def _found(name: Name, need: Need, listed: tuple[File, ...]) -> Found:
     files = {file.path: file for file in listed}
-    chosen = need.chosen(name, {path: file.digest for path, file in files.items()})
+    chosen = need.chosen(name, files)
     is_folder = bool(need.networks) and not name.file
     return Found(name if is_folder else replace(name, file=chosen[0]), tuple(files[path] for path in chosen))
-
-
-def _name_of_blob(path: Path) -> str | None:
-    """Return the digest that the cache keeps a file under; None for a cache that was copied without its links."""
-    digest = path.readlink().name if path.is_symlink() else ""
-    return digest if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", digest) else None
 
 
 # --- into the cache ---
@@ -213,94 +251,114 @@ def _of_all(wanted: Mapping[str, tuple[str, Need]], work: Callable[[str, str, Ne
 
 
 def fetch(text: str, need: Need, *, key: str, pin: str | None = None) -> Found:
-    """Download what the cache does not have, and compare the digest of every needed file.
-
-    One process of a machine at a time; the others then find all in the cache. A damaged file is fetched once more.
+    """Download what the cache does not have. Several processes may: huggingface_hub locks each file.
 
     Args:
         key: for the lines to the user.
         pin: the name with the commit that all machines take; None: the newest of its revision.
 
     Raises:
-        Refused: as `look`; the download broke off; or a file's digest is another one.
+        Refused: as `look`; or the download broke off.
     """
-    found = look(pin or text, need)
-    name, given = found.name, parse(text)
+    found, given = look(pin or text, need), parse(text)
     assert given is not None
-    with _one_at_a_time(name):
-        for line in (*_notes(text, replace(given, repo=name.repo), need), *replace(found, notes=()).lines()):
-            log.info(f"{key}: {line}.")
-        for is_last in (False, True):
-            _download(text, found, need)
-            if not (damaged := _damaged(found)):
-                break
-            which = f"{name.snapshot / damaged[0].path} does not have the digest {damaged[0].digest}"
-            if is_offline():
-                raise Refused(f"{text}: {which}. Bring it from another machine, or take HF_HUB_OFFLINE out.")
-            for file in damaged:
-                _remove(name.snapshot / file.path)
-            if is_last:
-                ways = "Look for what changes files on their way (a proxy), and start again"
-                raise Refused(f"{text}: {which}, twice; it was removed. {ways}.")
-            log.warning(f"{key}: {which}: fetched once more.")
-    if not given.is_pinned:
-        with contextlib.suppress(OSError):  # the cache may be read-only
-            _keep(replace(name, revision=given.revision).ref, name.revision or "")
+    for line in (*_notes(given, replace(given, repo=found.name.repo), need), *replace(found, notes=()).lines()):
+        log.info(f"{key}: {line}.")
+    _download(text, found, need)
+    ref = replace(found.name, revision=given.revision).ref
+    if not given.is_pinned and not (ref.is_file() and ref.read_text() == found.name.revision):
+        with contextlib.suppress(OSError):  # as huggingface_hub does it, for a start without a network
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(ref, found.name.revision or "")
     return found
-
-
-@contextlib.contextmanager
-def _one_at_a_time(name: Name) -> Iterator[None]:
-    """Wait for another process that is fetching the same. The lock is not in the cache, which may be read-only."""
-    digest = hashlib.sha256(str(name.snapshot).encode()).hexdigest()[:16]
-    with FileLock(Path(tempfile.gettempdir(), f"hub-{os.getuid()}-{digest}.lock")):
-        yield
-
-
-def _keep(ref: Path, commit: str) -> None:
-    """Note the commit of a branch or tag, as huggingface_hub does, for a start without a network."""
-    if not ref.is_file() or ref.read_text() != commit:
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(ref, commit)
 
 
 def _download(text: str, found: Found, need: Need) -> None:
     from huggingface_hub import hf_hub_download
 
     name, missing = found.name, found.missing
-    if not missing:
-        return
     try:
-        name.cached.mkdir(parents=True, exist_ok=True)
-        size, free = sum(file.bytes for file in missing), shutil.disk_usage(name.cached).free
-        if size > free:
-            raise OSError(errno.ENOSPC, f"{size / 2**30:.3g} GiB are to come, {free / 2**30:.3g} GiB are free")
+        if missing:
+            name.cached.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(name.cached).free / 2**30
+            if _gib(missing) > free:
+                raise OSError(errno.ENOSPC, f"{_gib(missing):.3g} GiB are to come, {free:.3g} GiB are free")
         for file in missing:
-            here = dict(cache_dir=cache(), endpoint=endpoint(), etag_timeout=ASK_SEC)
-            hf_hub_download(name.repo, file.path, revision=name.revision, **here)
+            hf_hub_download(
+                name.repo,
+                file.path,
+                revision=name.revision,
+                cache_dir=cache(),
+                endpoint=endpoint(),
+                etag_timeout=ASK_SEC,
+            )
     except Exception as error:  # of httpx, of huggingface_hub, of hf_xet, of the system
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
-            given = f"{text}: cannot be written to {cache()} ({error.strerror})"
-            raise Refused(
-                f"{given}. Make room there, or set HF_HOME to another folder. The same command goes on."
-            ) from error
-        raise Refused(why(text, name, need, error)) from error
+            ways = "Make room there, or set HF_HOME to another folder. The same command goes on"
+            raise Refused(f"{text}: cannot be written to {cache()} ({error.strerror}). {ways}.") from error
+        raise Refused(_why(text, name, need, error)) from error
 
 
-def _damaged(found: Found) -> list[File]:
-    return [file for file in found.files if file.digest and not _is_whole(found.name.snapshot / file.path, file)]
+# --- why a name leads to nothing ---
 
 
-def _is_whole(path: Path, file: File) -> bool:
-    """Compare a file with its digest."""
-    is_small = len(file.digest or "") == 40
-    digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size) if is_small else hashlib.sha256()
-    with open(path, "rb") as content:
-        while block := content.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest() == file.digest
+def host() -> str:
+    """Return the hub's name, e.g. huggingface.co."""
+    return endpoint().partition("://")[2]
 
 
-def _remove(path: Path) -> None:
-    path.resolve().unlink(missing_ok=True)
-    path.unlink(missing_ok=True)
+def is_away(error: Exception) -> bool:
+    """True where the hub has not answered, or has answered that it cannot for now."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HfHubHTTPError):
+        return error.response.status_code >= 500 or error.response.status_code == 429
+    return not isinstance(error, errors.HFValidationError)
+
+
+def reason(error: Exception) -> str:
+    """Return an error in a few words; huggingface_hub's own may stand for that of the connection."""
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    if (response := getattr(cause, "response", None)) is not None:
+        return f"HTTP {response.status_code}"
+    return f"{type(cause).__name__}: {shown((str(cause).splitlines() or [''])[0], 120)}"
+
+
+def _why(text: str, name: Name, need: Need, error: Exception) -> str:
+    """Say why a name leads to nothing, and what to do."""
+    from huggingface_hub import errors, get_token
+
+    given, hub, page = shown(text, 200), host(), f"{endpoint()}/{name.repo}"
+    log_in = "log in: hf auth login, or set HF_TOKEN"
+    if isinstance(error, errors.GatedRepoError):
+        whose = "no token is set" if get_token() is None else "the token that is set has no access"
+        return f"{given} is gated, and {whose}. Accept its terms at {page}, and {log_in}."
+    if isinstance(error, errors.RevisionNotFoundError):
+        ways = f"Give one of {page}/tree/main, or leave out @revision for the newest"
+        return f"{given}: {hub} has no revision {name.revision} of {name.repo}. {ways}."
+    is_stranger = isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401 and get_token() is None
+    if is_stranger or isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+        near = f" Nearest: {', '.join(nearest)}." if (nearest := _nearest(name.repo)) else ""
+        ways = f"Check the name; for a private model {log_in}"
+        return f"{given} is neither a path here nor a model on {hub}.{near} {ways}."
+    if isinstance(error, errors.HfHubHTTPError) and not is_away(error):
+        return f"{given}: {hub} refuses it ({reason(error)}). Check the token that is set, or {log_in}."
+    cause = "HF_HUB_OFFLINE is set" if is_offline() else f"{hub} cannot be reached ({reason(error)})"
+    files = [name.file] if name.file else [*need.one_of[:1], *need.more]
+    folders = () if name.file else (*(folder for folder, _ in need.networks), *need.whole)
+    wanted = " ".join((*files, *(f"--include '{folder}/*'" for folder in folders)))
+    revision = f" --revision {name.revision}" if name.revision else ""
+    brought, instead = "FOLDER" if folders else f"FOLDER/{files[0]}", f", or {need.instead}" if need.instead else ""
+    return (
+        f"{given} is no path here, the cache {cache()} does not have all of it, and {cause}. Where there is a network: "
+        f"hf download {name.repo}{revision} {wanted} --local-dir FOLDER. Bring FOLDER and give {brought}{instead}. Or bring "
+        "that machine's cache and set HF_HOME to it."
+    )
+
+
+def _nearest(repo: str) -> list[str]:
+    """Return up to three models of a similar name: well-known ones, and the owner's."""
+    known = dict.fromkeys(WELL_KNOWN)
+    with contextlib.suppress(Exception):
+        known |= dict.fromkeys(model.id for model in api().list_models(author=repo.partition("/")[0], limit=100))
+    return difflib.get_close_matches(repo, known, n=3, cutoff=0.6)

@@ -48,7 +48,6 @@ MIRRORS = {
 CLIP = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "laion/CLIP-ViT-L-14-laion2B-s32B-b82K")
 WELL_KNOWN = (*MIRRORS.values(), SDXL, FLUX_DEV, FLUX_SCHNELL, *VIDEO, *CLIP)
 OWNERS = {name.partition("/")[0] for name in (*WELL_KNOWN, *MIRRORS)}
-WITHDRAWN = {"stabilityai": "Stability withdrew it in November 2025", "runwayml": "Runway withdrew it in August 2024"}
 
 
 @dataclass(frozen=True)

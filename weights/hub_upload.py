@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cli.limits import shown
 from weights.files import Refused
-from weights.hub_errors import host, reason
+from weights.hub import host, reason
 from weights.hub_names import NAME, api, is_offline
 
 LOG_IN = "Log in: hf auth login, or set HF_TOKEN to a token that may write"

@@ -57,6 +57,12 @@ VARIANT_OF = {("guidance_embeds", True): "dev", ("guidance_embeds", False): "sch
 # The attention of a VAE in older diffusers; the published VAEs of SD 1.x and 2 still use these names
 OLD_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
 
+OF_TEXT_ENCODERS = {
+    OPEN_CLIP_PREFIX: "SD 2's text encoder: use model.variant=stock",
+    CLIP_PREFIX: "SD 1.x's text encoder: use model.variant=sd15",
+    SDXL_PREFIX: "SDXL's text encoders: use model.family=sdxl",
+}
+
 Networks = Mapping[str, tuple[nn.Module, Network]]
 """Name in messages, e.g. "vae" -> the module and its place."""
 
@@ -114,13 +120,9 @@ def _examine_folder(root: Path, networks: Networks) -> tuple[dict[str, _Place], 
             continue
         sources = {name: Source(_name_in_folder(name, weights.entries)) for name in module.state_dict()}
         places[label] = _Place(weights, sources)
-        extra = _extra_prefix(weights.entries, {source.name for source in sources.values()})
-        if extra:
-            found.append(f"{label}: {_one_prefix_too_many(weights, extra)}")
-        else:
-            unused = network.unused if network.only_folders else POSITION_IDS  # else it is of a single file's names
-            left_over = [n for n in weights.entries if not (POSITION_IDS.fullmatch(n) or unused.fullmatch(n))]
-            found += _misfits(label, module, places[label], left_over, _other_text_encoder(module, places[label]))
+        unused = network.unused if network.only_folders else POSITION_IDS  # else it is of a single file's names
+        left_over = [n for n in weights.entries if not (POSITION_IDS.fullmatch(n) or unused.fullmatch(n))]
+        found += _misfits(label, module, places[label], left_over, None)
     return places, found
 
 
@@ -150,13 +152,6 @@ def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], li
                 source, name=stored_name(network.prefix + source.name, weights.entries, network.prefix)
             )
         places[label] = _Place(weights, sources)
-    wanted = {source.name for place in places.values() for source in place.sources.values()}
-    is_xl = any(name.startswith(SDXL_PREFIX) for name in weights.entries)
-    if is_xl and not any(name.startswith(SDXL_PREFIX) or ".label_emb." in name for name in wanted):
-        ways = "Give one of SD 1.x or 2, as the model is, or use model.family=sdxl"
-        return {}, [f"{path}: is an SDXL checkpoint (it has {SDXL_PREFIX}*). {ways}."]
-    if extra := _extra_prefix(weights.entries, wanted):
-        return {}, [_one_prefix_too_many(weights, extra)]
     found = []
     for label, (module, network) in networks.items():
         rests = {name.removeprefix(network.prefix): name for name in weights.entries if name.startswith(network.prefix)}
@@ -264,57 +259,22 @@ def _no_weights(there: Collection[str], stems: tuple[str, str]) -> str:
 
 
 def _no_such_folders(root: Path, absent: Sequence[str]) -> str:
-    said = f"{root}: has no {', '.join(absent)}. A diffusers folder has one for each network; this one has: {_listing(root)}."
-    if snapshots := sorted((root / "snapshots").glob("*/")):
-        return f"{said} It is a model's folder in the hub's cache: give {_some([str(path) for path in snapshots])}."
-    if (root / "config.json").is_file():
-        return f"{said} It looks like one network's own folder: give the folder above."
+    text = f"{root}: has no {', '.join(absent)}. A diffusers folder has one for each network; this one has: {_listing(root)}."
     files = sorted(p for p in root.iterdir() if p.suffix in {".ckpt", ".safetensors", ".pt"} and p.is_file())
-    return f"{said} To load an LDM file, give its own path: {_some([str(p) for p in files])}." if files else said
+    return f"{text} To load an LDM file, give its own path: {_some([str(p) for p in files])}." if files else text
 
 
 def _no_such_prefix(weights: WeightsFile, prefix: str) -> str:
-    said = f"{weights.path} has no {prefix}*. It has {_groups(weights.entries)}."
-    for wanted, other, whose, variant in (
-        (OPEN_CLIP_PREFIX, CLIP_PREFIX, "SD 1.x's text encoder", "sd15"),
-        (CLIP_PREFIX, OPEN_CLIP_PREFIX, "SD 2's text encoder", "stock"),
-    ):
-        if prefix == wanted and any(name.startswith(other) for name in weights.entries):
-            return (
-                f"{said} {other}* is {whose}: use model.variant={variant}, or give a file of the variant that is set."
-            )
-    return f"{said} Give a whole LDM checkpoint or a diffusers folder."
-
-
-def _other_text_encoder(module: nn.Module, place: _Place) -> str | None:
-    """Name the model of a folder's text encoder if its width identifies it and it is not ours."""
-    table = "text_model.embeddings.token_embedding.weight"
-    shape = place.weights.entries.get(stored_name(table, place.weights.entries), (None, ()))[1]
-    known = {768: "SD 1.x's text encoder: use model.variant=sd15", 1024: "SD 2's text encoder: use model.variant=stock"}
-    ours = module.state_dict().get(table)
-    if ours is None or len(shape) != 2 or shape[1] == ours.shape[1] or ours.shape[1] not in known:
-        return None
-    return f"a width of {shape[1]} is that of {known[shape[1]]}" if shape[1] in known else None
-
-
-def _extra_prefix(names: Collection[str], wanted: Collection[str]) -> str | None:
-    """Return the prefix that every wanted name has, e.g. "module.", or None."""
-    longest = max(wanted, key=len)
-    before = [name.removesuffix(longest) for name in names if name.endswith(f".{longest}")]
-    return next((extra for extra in before if all(extra + name in names for name in wanted)), None)
-
-
-def _one_prefix_too_many(weights: WeightsFile, extra: str) -> str:
-    return f"{weights.path}: every name has '{extra}' too many before it. Save the tensors without it."
+    text = f"{weights.path} has no {prefix}*. It has {_groups(weights.entries)}."
+    for other, whose in OF_TEXT_ENCODERS.items():
+        if prefix in OF_TEXT_ENCODERS and prefix != other and any(name.startswith(other) for name in weights.entries):
+            return f"{text} {other}* is {whose}, or give a file of the model that is set."
+    return f"{text} Give a whole LDM checkpoint or a diffusers folder."
 
 
 def _groups(names: Iterable[str]) -> str:
-    """Count names by their first two parts, or by the first alone if that gives too many groups."""
-    names = list(names)
-    for num_parts in (2, 1):
-        counts = Counter(".".join(name.split(".")[:num_parts]) for name in names)
-        if len(counts) <= 10:
-            break
+    """Count names by their first two parts."""
+    counts = Counter(".".join(name.split(".")[:2]) for name in names)
     return _some([f"{group} ({count})" for group, count in counts.items()])
 
 

@@ -32,6 +32,7 @@ from weights.llama_text import NUM_UNREAD
 OPEN_CLIP_PREFIX, CLIP_PREFIX = "cond_stage_model.model.", "cond_stage_model.transformer."
 SDXL_PREFIX = "conditioner.embedders."
 NOTHING = re.compile(r"(?!)")
+TRANSFORMERS, DIFFUSERS = ("model", "pytorch_model"), ("diffusion_pytorch_model", "diffusion_pytorch_model")
 CLIP_PART = re.compile(r"(text|vision)_model\.")  # begins the names in published weights; transformers 5 leaves it out
 POSITION_IDS = re.compile(
     rf"({CLIP_PART.pattern})?embeddings\.position_ids"
@@ -97,11 +98,11 @@ class Network:
     """
 
     folder: str
-    stems: tuple[str, str]
-    prefix: str
-    source: Callable[[str], Source]
-    unused: re.Pattern[str]
     facts: Mapping[str, Any]
+    stems: tuple[str, str] = DIFFUSERS
+    prefix: str = ""
+    source: Callable[[str], Source] = Source
+    unused: re.Pattern[str] = NOTHING
     contradiction: Callable[[Collection[str]], str | None] = lambda names: None
     only_folders: bool = False
     alone: bool = False
@@ -125,11 +126,10 @@ def vae(module: nn.Module) -> Network:
     )
     return Network(
         folder="vae",
-        stems=("diffusion_pytorch_model", "diffusion_pytorch_model"),
+        facts=_facts(module, VAE_FACTS, "AutoencoderKL"),
         prefix="first_stage_model.",
         source=lambda name: Source(_renamed(name, rules)),
         unused=re.compile(r"loss\.|model_ema\."),
-        facts={"_class_name": "AutoencoderKL"} | {key: getattr(module.config, key) for key in VAE_FACTS},
     )
 
 
@@ -170,11 +170,9 @@ def unet(module: nn.Module) -> Network:
     )
     return Network(
         folder="unet",
-        stems=("diffusion_pytorch_model", "diffusion_pytorch_model"),
+        facts=_facts(module, UNET_FACTS, "UNet2DConditionModel"),
         prefix="model.diffusion_model.",
         source=lambda name: Source(_renamed(name, rules)),
-        unused=NOTHING,
-        facts={"_class_name": "UNet2DConditionModel"} | {key: getattr(module.config, key) for key in UNET_FACTS},
     )
 
 
@@ -246,11 +244,11 @@ def open_clip_text(module: nn.Module) -> Network:
 
     return Network(
         folder="text_encoder",
-        stems=("model", "pytorch_model"),
+        stems=TRANSFORMERS,
         prefix=OPEN_CLIP_PREFIX,
         source=_open_clip_source,
         unused=re.compile(rf"transformer\.resblocks\.{layers}\.|(text_projection|logit_scale|attn_mask)$"),
-        facts={key: getattr(module.config, key) for key in TEXT_FACTS},
+        facts=_facts(module, TEXT_FACTS),
         contradiction=contradiction,
     )
 
@@ -259,11 +257,10 @@ def clip_text(module: nn.Module) -> Network:
     """Return the place of SD 1.x's CLIPTextModel; LDM files use transformers' own names for it."""
     return Network(
         folder="text_encoder",
-        stems=("model", "pytorch_model"),
+        stems=TRANSFORMERS,
         prefix=CLIP_PREFIX,
-        source=Source,
         unused=POSITION_IDS,
-        facts={key: getattr(module.config, key) for key in TEXT_FACTS},
+        facts=_facts(module, TEXT_FACTS),
     )
 
 
@@ -318,24 +315,14 @@ def in_folder(folder: str, kind: str, *facts: str) -> Callable[[nn.Module], Netw
     return _in_folder(folder, DIFFUSERS, facts, kind=kind)
 
 
-TRANSFORMERS, DIFFUSERS = ("model", "pytorch_model"), ("diffusion_pytorch_model", "diffusion_pytorch_model")
-
-
 def _in_folder(
-    folder: str, stems: tuple[str, str], facts: Sequence[str], *, unused: re.Pattern[str] | None = None, kind: str = ""
+    folder: str, stems: tuple[str, str], facts: Sequence[str], *, unused: re.Pattern[str] = NOTHING, kind: str = ""
 ) -> Callable[[nn.Module], Network]:
-    def place(module: Any) -> Network:
-        return Network(
-            folder=folder,
-            stems=stems,
-            prefix="",
-            source=Source,
-            unused=unused or NOTHING,
-            facts=({"_class_name": kind} if kind else {}) | {key: getattr(module.config, key) for key in facts},
-            only_folders=True,
-        )
+    return lambda module: Network(folder, _facts(module, facts, kind), stems, unused=unused, only_folders=True)
 
-    return place
+
+def _facts(module: Any, keys: Iterable[str], kind: str = "") -> dict[str, Any]:
+    return ({"_class_name": kind} if kind else {}) | {key: getattr(module.config, key) for key in keys}
 
 
 def flux_transformer(module: nn.Module) -> Network:
@@ -349,14 +336,10 @@ def flux_transformer(module: nn.Module) -> Network:
         has, variant = ("an", "dev") if given else ("no", "schnell")
         return f"it has {has} embedding of guidance, as {variant} has: use model.variant={variant}"
 
-    facts: dict[str, Any] = {"_class_name": "FluxTransformer2DModel"}
     return Network(
         folder="transformer",
-        stems=("diffusion_pytorch_model", "diffusion_pytorch_model"),
-        prefix="",
+        facts=_facts(module, FLUX_FACTS, "FluxTransformer2DModel"),
         source=_flux_source,
-        unused=NOTHING,
-        facts=facts | {key: getattr(module.config, key) for key in FLUX_FACTS},
         contradiction=contradiction,
         alone=True,
     )

@@ -141,9 +141,8 @@ def weights_problems(family: Family, weights: str) -> list[str]:
             weights = _shipped_folder(family)
         except ValueError as error:
             return [str(error)]
-    need = need_of_encoders(family)
     try:
-        path = hub.checked(weights, need)
+        path = hub.checked(weights, need_of_encoders(family))
     except ValueError as error:
         return [str(error)]
     if path is None:  # it is looked into when it has been downloaded
@@ -157,7 +156,7 @@ def weights_problems(family: Family, weights: str) -> list[str]:
             family.read_tokenizers(path)
         except ValueError as error:
             found.append(str(error))
-    return [] if found and hub.can_be_mended(weights, need) else found
+    return found
 
 
 def _shipped_folder(family: Family) -> str:
