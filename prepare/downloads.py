@@ -119,7 +119,7 @@ def _list_path(group: Group, folder: Path) -> Path:
 def read_text(urls: tuple[str, ...], config: DownloadsConfig) -> str:
     """Return a small text from the first address that gives it. Raises Failed: none does."""
     with tempfile.TemporaryDirectory() as folder:
-        ways = dict(timeout_sec=config.timeout_sec, tries=config.tries, most_bytes=MAX_LIST_BYTES)
+        ways: dict[str, Any] = dict(timeout_sec=config.timeout_sec, tries=config.tries, most_bytes=MAX_LIST_BYTES)
         [outcome] = fetch_all([Wanted("list", urls)], Path(folder), is_quiet=True, **ways)
         if outcome.reason:
             raise Failed(f"its list is not available: {outcome.reason}")
@@ -218,7 +218,8 @@ def show(names: Sequence[str], manifest: dict[str, Group], config: DownloadsConf
     """
     is_wrong, width = False, max(map(len, names))
     for name in names:
-        group, lines, wrong = manifest[name], [], False
+        group, wrong = manifest[name], False
+        lines: list[str] = []
         if group.kind == "groups":
             state = f"stands for {', '.join(group.groups)}"
         elif group.kind == "model":
