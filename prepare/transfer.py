@@ -121,8 +121,7 @@ def fetch_all(
 
     Raises:
         ValueError: an entry is no good, see `check_wanted`.
-        Refused: another command is at work in the folder, or it has no room, or cannot be written.
-        Failed: the disk failed meanwhile.
+        Refused: another command is at work in the folder, or it has no room, or cannot be written. Failed: the disk failed.
     """
     check_wanted(wanted)
     place, done, stop = Folder(str(folder)), {}, threading.Event()
