@@ -32,14 +32,14 @@ from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
 from cli.command import command, start
-from cli.errors import ConfigError, Failed
+from cli.errors import ConfigError
 from cli.limits import ImageSize, limited, size_in_bytes
 from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
 from prepare.counts import SampleCounts, where_to_look
 from prepare.encoder import open_shard
 from prepare.latents import open_input
-from prepare.parts import GO_ON, Part, Plan, begin, finish, make_part, parts_to_make
-from prepare.places import Place, open_place, out_problem
+from prepare.parts import Part, Plan, begin, finish, make_part, parts_to_make
+from prepare.places import Place, open_place, out_problem, writing
 from prepare.words import read_words
 from stages.buckets import bucket_of, bucket_sizes, cropped_frac
 from stages.dataset import Stage
@@ -212,10 +212,8 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         raise ConfigError(problems)
     assert found is not None
-    try:
+    with writing(paths[1]):
         counts, area = write_set(config, *found, open_place(paths[1]))
-    except OSError as error:
-        raise Failed(f"OUT: {paths[1]} cannot be written: {error}. {GO_ON}.") from error
     print(f"{counts}{area}; {where_to_look(counts, paths[1])}", flush=True)
     return counts.exit_code
 

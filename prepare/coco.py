@@ -40,7 +40,8 @@ from cli.limits import kind_of_path, limited, shown
 from prepare import fid_statistics
 from prepare.coco_images import Pictures, write_images, write_tars
 from prepare.coco_subset import as_tsv, choose, image_name, read_annotations
-from prepare.places import Folder, out_problem
+from prepare.names import GO_ON
+from prepare.places import Folder, out_problem, writing
 from prepare.transfer import fetch_all
 from prepare.wanted import Memory, Wanted, wrong_digest
 from prepare.words import read_words
@@ -51,7 +52,6 @@ from zoo.spec import MAX_SIDE_PX
 STEPS = ("download", "subset", "images", "statistics")
 DOWNLOADS = "downloads"
 URL = ("http://", "https://", "file://")
-GO_ON = "What is done stays; the same command resumes from there"
 # mlcommons/training, stable_diffusion/scripts/datasets/coco-2014-validation-download.sh: of the images, of the annotations
 PUBLISHED_SHA1 = ("fbedd73593f242db65cce6bcefde193fcedcc5c0", "8e0b9df54c175f1688400e98d1a97f292e726870")
 ZIPS = {
@@ -273,11 +273,8 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         raise ConfigError(problems)
     out = Path(places[0])
-    try:
-        with Folder(str(out)).only_writer():
-            return make(out, config)
-    except OSError as error:
-        raise Failed(f"OUT: {out} cannot be written: {error}. {GO_ON}.") from error
+    with writing(out), Folder(str(out)).only_writer():
+        return make(out, config)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,13 @@ Exit code: 0 if all is there, 1 if something could not be had or is damaged, 2 i
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cli.command import command, start
 from cli.command_line import Problem
@@ -45,13 +47,12 @@ from prepare.manifest import (
     with_mirror,
 )
 from prepare.transfer import GO_ON, Outcome, fetch_all
-from prepare.wanted import Memory, Seen, Wanted, is_address
+from prepare.wanted import Memory, Wanted, is_address
 from prepare.words import read_words
 
 LIST = "list"
 MOST_SHOWN = 40
 MAX_LIST_BYTES = 2**26
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -92,61 +93,55 @@ def check(config: DownloadsConfig) -> list[Problem]:
 
 
 def files_of(group: Group, folder: Path, config: DownloadsConfig) -> tuple[list[Wanted], list[str]]:
-    """Return a group's files, asking for its list where it has one; that is kept in the folder.
-
-    Returns:
-        the files, and the names of those of which the list has two digests.
+    """Return a group's files, and the names of those of which its list has two digests; a list is fetched, and kept.
 
     Raises:
-        Failed: the list cannot be had, or is none.
+        Failed: the list is not available, or is none.
         OSError: it cannot be written.
     """
     if group.kind == "files":
-        return _only(wanted_of(group, config.mirror), config), []
-    base = read_text(list_urls(group, ".uri", config.mirror), config)
-    md5 = read_text(list_urls(group, ".md5", config.mirror), config)
+        return _chosen(wanted_of(group, config.mirror), config), []
+    base, md5 = (read_text(list_urls(group, suffix, config.mirror), config) for suffix in (".uri", ".md5"))
     try:
         listed, twice = read_list(md5, read_address(base, str(group.uri)), list_urls(group, ".md5")[0])
     except ValueError as error:
         raise Failed(f"{error}. Look at that address") from error
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / Path(list_urls(group, ".md5")[0]).name, md5)
-    twice = [name for name in twice if _is_chosen(name, config)]
-    return _only([with_mirror(one, group, config.mirror) for one in listed], config), twice
+    write_whole(_list_path(group, folder), md5)
+    files = _chosen([with_mirror(one, group, config.mirror) for one in listed], config)
+    return files, [name for name in twice if fnmatch.fnmatch(name, config.only or "*")]
+
+
+def _list_path(group: Group, folder: Path) -> Path:
+    return folder / Path(list_urls(group, ".md5")[0]).name
 
 
 def read_text(urls: tuple[str, ...], config: DownloadsConfig) -> str:
     """Return a small text from the first address that gives it. Raises Failed: none does."""
     with tempfile.TemporaryDirectory() as folder:
-        ways = dict(timeout_sec=config.timeout_sec, tries=config.tries, most_bytes=MAX_LIST_BYTES)
+        ways: dict[str, Any] = dict(timeout_sec=config.timeout_sec, tries=config.tries, most_bytes=MAX_LIST_BYTES)
         [outcome] = fetch_all([Wanted("list", urls)], Path(folder), is_quiet=True, **ways)
         if outcome.reason:
-            raise Failed(f"its list cannot be had: {outcome.reason}")
+            raise Failed(f"its list is not available: {outcome.reason}")
         try:
             return Path(folder, "list").read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise Failed(f"its list, {urls[0]}, is no text") from error
 
 
-def known_files(group: Group, folder: Path, config: DownloadsConfig) -> list[Wanted] | None:
-    """Return a group's files without asking anybody; None: its list was not fetched yet, or is damaged."""
+def known_files(group: Group, folder: Path, config: DownloadsConfig) -> list[Wanted]:
+    """Return a group's files without asking anybody; none: its list was not fetched yet, or is damaged."""
     if group.kind == "files":
-        return _only(wanted_of(group), config)
+        return _chosen(wanted_of(group), config)
     if group.kind == "data_set":
-        return _only(Memory(folder).wanted(), config) or None
-    path = folder / Path(list_urls(group, ".md5")[0]).name
-    try:
-        return _only(read_list(path.read_text(), "https://-", str(path))[0], config)
-    except (OSError, ValueError):
-        return None
+        return _chosen(Memory(folder).wanted(), config)
+    with contextlib.suppress(OSError, ValueError):
+        return _chosen(read_list(_list_path(group, folder).read_text(), "https://-", "-")[0], config)
+    return []
 
 
-def _only(wanted: Sequence[Wanted], config: DownloadsConfig) -> list[Wanted]:
-    return [one for one in wanted if _is_chosen(one.name, config)]
-
-
-def _is_chosen(name: str, config: DownloadsConfig) -> bool:
-    return config.only is None or fnmatch.fnmatch(name, config.only)
+def _chosen(wanted: Sequence[Wanted], config: DownloadsConfig) -> list[Wanted]:
+    return [one for one in wanted if fnmatch.fnmatch(one.name, config.only or "*")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,7 +153,7 @@ def fetch_group(name: str, group: Group, config: DownloadsConfig) -> str:
     """Fetch what is missing of a group, and return a line that says where it is.
 
     Raises:
-        Failed: some of it cannot be had; a line each.
+        Failed: some of it is not available; a line each.
         Refused: see `fetch_all`.
         OSError: its folder cannot be written.
     """
@@ -172,34 +167,23 @@ def fetch_group(name: str, group: Group, config: DownloadsConfig) -> str:
     wanted, twice = files_of(group, folder, config)
     if not wanted and not twice:
         raise Failed(f"has no file like {config.only}. Give another pattern")
-    if not all(one.digest for one in wanted):
-        log.info(f"{name}: {_not_published(wanted)}.")
-    ways = dict(timeout_sec=config.timeout_sec, tries=config.tries)
-    outcomes = fetch_all(wanted, folder, config.at_once, about_bytes=_about_bytes(group, config), **ways)
-    outcomes += [Outcome(name, reason="its list has two digests of it") for name in twice]
-    if failed := [one for one in outcomes if one.reason]:
-        listed = [f"{folder / one.name}: {one.reason}" for one in failed[:MOST_SHOWN]]
-        more = [f"and {len(failed) - MOST_SHOWN} more"] if len(failed) > MOST_SHOWN else []
+    if bare := [one for one in wanted if not one.digest]:
+        log.info(
+            f"{name}: {', '.join(_some([one.name for one in bare], 3))}: digest not published, the size alone is compared."
+        )
+    about_bytes = int(1e9 * group.about_gb) if group.about_gb and config.only is None else 0
+    ways: dict[str, Any] = dict(timeout_sec=config.timeout_sec, tries=config.tries, about_bytes=about_bytes)
+    outcomes = fetch_all(wanted, folder, config.at_once, **ways)
+    failed = [one for one in outcomes if one.reason]
+    failed += [Outcome(name, reason="its list has two digests of it") for name in twice]
+    if failed:
         gate = [_gate(group)] if any(one.is_refused for one in failed) and group.gated else []
-        raise Failed("\n".join([*listed, *more, *gate]))
-    return f"{name}: {len(wanted)} {_files(wanted)} in {folder}"
+        raise Failed("\n".join([*_some([f"{folder / one.name}: {one.reason}" for one in failed]), *gate]))
+    return f"{name}: {len(wanted)} {'file is' if len(wanted) == 1 else 'files are'} in {folder}"
 
 
-def _files(wanted: Sequence[Wanted]) -> str:
-    return "file is" if len(wanted) == 1 else "files are"
-
-
-def _not_published(wanted: Sequence[Wanted]) -> str:
-    """Say of which files no digest is published, and what is compared of them."""
-    bare = [one for one in wanted if not one.digest]
-    which = bare[0].name if len(bare) == 1 else f"{len(bare)} files"
-    has_size = all(one.bytes is not None for one in bare)
-    compared = "size alone is compared" if has_size else "nor is its size: what the server says is taken"
-    return f"{which}: digest not published, {compared}"
-
-
-def _about_bytes(group: Group, config: DownloadsConfig) -> int:
-    return int(1e9 * group.about_gb) if group.about_gb and config.only is None else 0
+def _some(lines: Sequence[str], most: int = MOST_SHOWN) -> list[str]:
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def _gate(group: Group) -> str:
@@ -230,70 +214,53 @@ def show(names: Sequence[str], manifest: dict[str, Group], config: DownloadsConf
     """Print what is there of these groups; nobody is asked. Returns 1 if a file is not what it should be, else 0.
 
     Args:
-        in_full: also the files, and what the hub's cache has.
+        in_full: also the files, and the contents of the hub's cache.
     """
     is_wrong, width = False, max(map(len, names))
     for name in names:
-        group = manifest[name]
+        group, wrong = manifest[name], False
+        lines: list[str] = []
         if group.kind == "groups":
-            line, files, wrong = f"stands for {', '.join(group.groups)}", [], False
+            state = f"stands for {', '.join(group.groups)}"
         elif group.kind == "model":
-            line, files, wrong = _model_line(group, in_full), [], False
+            missing = hub_files.missing_of_model(group) if in_full else []
+            state = f"{' and '.join(missing)}: not all is" if missing else "all is"
+            if not in_full:
+                state = "is begun or there" if hub_files.is_begun(group) else "nothing is"
+            state = f"{group.model}: {state} in the hub's cache {hub_files.hub.cache()}"
         else:
-            line, files, wrong = _seen_of(group, config, in_full)
-        print(f"{name:{width}}  {line}; {group.about}", flush=True)
-        for text in files:
-            print(f"{'':{width}}    {text}", flush=True)
+            state, lines, wrong = _look(group, config, in_full)
+        lines += [_gate(group)] if in_full and group.gated else []
+        lines += [f"source: {group.source}"] if in_full and group.source else []
+        print("\n".join([f"{name:{width}}  {state}; {group.about}", *(f"{'':{width}}    {line}" for line in lines)]))
         is_wrong |= wrong
-        if in_full and group.gated:
-            print(f"{'':{width}}    {_gate(group)}")
-        if in_full and group.source:
-            print(f"{'':{width}}    source: {group.source}")
     return 1 if is_wrong else 0
 
 
-def _model_line(group: Group, in_full: bool) -> str:
-    where = f"{hub_files.hub.cache()}"
-    if not in_full:
-        state = "is begun or there" if hub_files.is_begun(group) else "nothing is"
-        return f"{group.model}: {state} in the hub's cache {where}"
-    missing = hub_files.missing_of_model(group)
-    state = "all is" if not missing else f"{' and '.join(missing)}: not all is"
-    return f"{group.model}: {state} in the hub's cache {where}"
-
-
-def _seen_of(group: Group, config: DownloadsConfig, in_full: bool) -> tuple[str, list[str], bool]:
-    """Return a line on a group with files, lines on them, and whether one is wrong. Raises Refused: one cannot be read."""
-    folder = Path(config.to, str(group.folder))
-    wanted = known_files(group, folder, config)
-    about = f", about {group.about_gb:,g} GB" if group.about_gb else ""
-    if wanted is None:
-        what = "data set" if group.kind == "data_set" else "list"
+def _look(group: Group, config: DownloadsConfig, in_full: bool) -> tuple[str, list[str], bool]:
+    """Return a line on a group's files, lines on each, and whether one is wrong. Raises Refused: one cannot be read."""
+    folder, about = Path(config.to, str(group.folder)), f", about {group.about_gb:,g} GB" if group.about_gb else ""
+    wanted, memory = known_files(group, folder, config), Memory(folder)
+    if not wanted:
+        what = {"data_set": "data set", "uri": "list"}.get(group.kind, f"file like {config.only}")
         return f"{folder}: its {what} was not fetched yet{about}", [], False
-    memory = Memory(folder)
     try:
-        seen = {one.name: memory.look(one, again=config.verify) for one in wanted}
+        seen = [(one, memory.look(one, again=config.verify)) for one in wanted]
     except OSError as error:
         raise Refused(f"to: {folder} cannot be read: {error}. Check its permissions.") from error
-    there = [name for name, one in seen.items() if one.state in ("there", "unread")]
-    num_bytes = sum((folder / name).stat().st_size for name in there)
-    wrong = [name for name, one in seen.items() if one.state == "wrong"]
-    damaged = f", {len(wrong)} wrong" if wrong else ""
-    line = f"{folder}: {len(there)} of {len(wanted)} files, {num_bytes / GIB:,.3g} GiB{damaged}{about}"
-    return line, _lines_of(wanted, seen, in_full), bool(wrong)
-
-
-def _lines_of(wanted: Sequence[Wanted], seen: dict[str, Seen], in_full: bool) -> list[str]:
-    """Return a line for each file: those that are wrong first, then the missing ones; of many files some."""
     order = ("wrong", "missing", "unread", "there")
-    by_state = sorted(wanted, key=lambda one: order.index(seen[one.name].state))
-    listed = by_state if in_full else [one for one in wanted if seen[one.name].state == "wrong"]
+    seen.sort(key=lambda entry: order.index(entry[1].state))
+    there = [one.name for one, found in seen if found.state in ("there", "unread")]
+    num_wrong = sum(found.state == "wrong" for _, found in seen)
+    gib = sum((folder / name).stat().st_size for name in there) / 2**30
+    damaged = f", {num_wrong} wrong" if num_wrong else ""
     lines = []
-    for one in listed[:MOST_SHOWN]:
+    for one, found in seen if in_full else seen[:num_wrong]:
         size = "size not known" if one.bytes is None else f"{one.bytes:,} bytes"
-        bare = "" if one.digest or "digest" in seen[one.name].text else ", digest not published"
-        lines.append(f"{one.name}: {seen[one.name].text}, {size}{bare}")
-    return lines + ([f"and {len(listed) - MOST_SHOWN} more"] if len(listed) > MOST_SHOWN else [])
+        bare = "" if one.digest or "digest" in found.text else ", digest not published"
+        lines.append(f"{one.name}: {found.text}, {size}{bare}")
+    state = f"{folder}: {len(there)} of {len(wanted)} files, {gib:,.3g} GiB{damaged}{about}"
+    return state, _some(lines), bool(num_wrong)
 
 
 @command(__doc__)

@@ -250,11 +250,8 @@ def main(argv: Sequence[str]) -> int:
         problem = out_problem(places[1], config.overwrite)
         problems += [problem] if problem else []
     if not problems:
-        assert config.inception is not None
         try:
-            names = {"inception": (config.inception, NEED)} if parse(config.inception) else {}
-            weights = hub.fetch_all(names).get("inception", config.inception)
-            extractor = load_inception(weights, config.resize)
+            extractor = build_extractor(config)
         except ValueError as error:
             problems.append(f"inception: {str(error).removeprefix('inception: ')}")
     if problems:

@@ -60,28 +60,28 @@ def fetch_data_set(group: Group, folder: Path, at_once: int) -> list[Wanted]:
         its files, without addresses.
 
     Raises:
-        Failed: it cannot be had, or a file has another digest, twice.
+        Failed: it is not available, or a file has another digest, twice.
         OSError: the folder cannot be written.
     """
-    repo = str(group.data_set)
+    from huggingface_hub import snapshot_download
+
+    repo, memory = str(group.data_set), Memory(folder)
     try:
         info = api().dataset_info(repo, revision=group.revision, files_metadata=True, timeout=ASK_SEC)
         wanted = [_wanted(one) for one in info.siblings or ()]
-        for is_last in (False, True):
-            _download(repo, info.sha, folder, at_once)
-            if not (wrong := _wrong(wanted, folder)):
-                Memory(folder).keep(*wanted)
-                return wanted
+        for again in (": fetched again", ""):
+            place: dict[str, Any] = dict(revision=info.sha, local_dir=folder, endpoint=endpoint())
+            snapshot_download(repo, repo_type="dataset", max_workers=at_once, etag_timeout=ASK_SEC, **place)
+            wrong = [one.name for one in wanted if memory.look(one, read=True).state != "there"]
             for name in wrong:
                 (folder / name).unlink(missing_ok=True)
-                log.warning(
-                    f"{folder / name}: has another digest than at {host()}{'' if is_last else ': fetched again'}."
-                )
-    except OSError as error:
-        if error.errno is not None and not isinstance(error, ConnectionError):
+                log.warning(f"{folder / name}: has another digest than at {host()}{again}.")
+            if not wrong:
+                memory.keep(*wanted)
+                return wanted
+    except Exception as error:  # of the disk, of httpx2, of huggingface_hub, of hf_xet
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
             raise
-        raise Failed(_why(repo, group, error)) from error
-    except Exception as error:  # of httpx, of huggingface_hub, of hf_xet
         raise Failed(_why(repo, group, error)) from error
     ways = "Look for what changes files on their way (a proxy), and start again"
     raise Failed(f"{repo}: {wrong[0]} has another digest than at {host()}, twice. {ways}")
@@ -90,26 +90,6 @@ def fetch_data_set(group: Group, folder: Path, at_once: int) -> list[Wanted]:
 def _wanted(sibling: Any) -> Wanted:
     digest = f"sha256:{sibling.lfs.sha256}" if sibling.lfs else f"git:{sibling.blob_id}"
     return Wanted(sibling.rfilename, (), sibling.size, digest)
-
-
-def _download(repo: str, commit: str | None, folder: Path, at_once: int) -> None:
-    from huggingface_hub import snapshot_download
-
-    snapshot_download(
-        repo,
-        repo_type="dataset",
-        revision=commit,
-        local_dir=folder,
-        max_workers=at_once,
-        endpoint=endpoint(),
-        etag_timeout=ASK_SEC,
-    )
-
-
-def _wrong(wanted: list[Wanted], folder: Path) -> list[str]:
-    """Return the names of files that are not there or have another digest. Raises OSError."""
-    memory = Memory(folder)
-    return [one.name for one in wanted if memory.look(one, read=True).state != "there"]
 
 
 def _why(repo: str, group: Group, error: Exception) -> str:

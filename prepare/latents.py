@@ -44,7 +44,7 @@ from tqdm import tqdm
 
 from cli.command import command, start
 from cli.command_line import Problem
-from cli.errors import ConfigError, Failed
+from cli.errors import ConfigError
 from cli.limits import ImageSize, Pixels, limited, size_in_bytes
 from prepare.bucket_sets import finish_set, plan_of_set
 from prepare.counts import SampleCounts, where_to_look
@@ -62,7 +62,6 @@ from prepare.latent_parts import (
 )
 from prepare.moments import put_empty_text
 from prepare.parts import (
-    GO_ON,
     PATIENCE_SEC,
     Plan,
     begin,
@@ -71,7 +70,7 @@ from prepare.parts import (
     wait_for_parts,
     wait_for_plan,
 )
-from prepare.places import Place, open_place, out_problem
+from prepare.places import Place, open_place, out_problem, writing
 from prepare.words import read_words
 from stages.dataset import Stage
 from zoo import load_family
@@ -298,7 +297,7 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         raise ConfigError(problems)
     assert found is not None
-    try:
+    with writing(paths[1]):
         place, (source, stage, shards) = open_place(paths[1]), found
         if config.engine != "local":
             result = write_on_cluster(config, stage, *paths)
@@ -308,8 +307,6 @@ def main(argv: Sequence[str]) -> int:
             encoder, started = built(config, stage), time.monotonic()
             of_stage = write_stage(config, encoder, source, stage, shards, place)
             result = of_stage and (of_stage[0], of_stage[1].pace("images", time.monotonic() - started))
-    except OSError as error:
-        raise Failed(f"OUT: {paths[1]} cannot be written: {error}. {GO_ON}.") from error
     if result is None:
         return 0
     counts, speed = result

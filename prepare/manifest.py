@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cli.errors import ConfigError
 from cli.limits import shown
-from prepare.wanted import Wanted, folders_of, is_address, wanted_problem, wanted_problems
+from prepare.wanted import Wanted, check_wanted, folders_of, is_address, wanted_problem
 
 MANIFEST = Path(__file__).with_name("downloads.yaml")
 LISTS_COPY = "https://raw.githubusercontent.com/mlcommons/r2-infra/main/training/metadata"
@@ -74,53 +74,45 @@ def read_manifest(path: Path = MANIFEST) -> dict[str, Group]:
     """Return the groups of a manifest by name. Raises ConfigError: it is none; a problem a line."""
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except OSError as error:
-        raise ConfigError([f"manifest: {path} cannot be read: {error.strerror}. Give a YAML file."]) from error
-    except Exception as error:  # of yaml, of OmegaConf, of the decoder
-        raise ConfigError(
-            [f"manifest: {path} is no YAML: {_first_line(error)}. Give one as {MANIFEST.name}."]
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError([f"manifest: {path} has no groups. Give one as {MANIFEST.name}."])
+        if not isinstance(content, dict):
+            raise ValueError("it has no groups")
+    except Exception as error:  # of the disk, of yaml, of OmegaConf, of the decoder
+        text = f"manifest: {path} cannot be read: {_first_line(error)}. Give a YAML file as {MANIFEST.name}."
+        raise ConfigError([text]) from error
     groups, problems = {}, []
     for name, given in content.items():
         try:
             if not re.fullmatch(r"[a-z][a-z0-9_]*", str(name)) or name == "list":
                 raise ValueError("is no name of a group. Possible: small letters, digits and _, but not list")
             groups[str(name)] = _read_group(given, content)
-        except (OmegaConfBaseException, ValueError, TypeError, LookupError) as error:
-            problems.append(f"manifest: {path}: {name}: {_first_line(error)}.")
+        except (OmegaConfBaseException, ValueError, TypeError, LookupError, AttributeError) as error:
+            problems.append(f"manifest: {path}: {name}: {_first_line(error).removesuffix('.')}.")
     if problems:
         raise ConfigError(problems)
     return groups
 
 
-def _read_group(given: Any, all_of_them: dict[Any, Any]) -> Group:
+def _read_group(given: Any, names: Iterable[Any]) -> Group:
     """Read one group. Raises ValueError, or what OmegaConf raises, for what it may not be."""
     if not isinstance(given, dict):
         raise ValueError("is no group. Possible: about, folder, files, ..., as keys")
-    group = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Group), given))
-    assert isinstance(group, Group)
-    named = [name for name in ("uri", "model", "data_set", "groups", "files") if getattr(group, name)]
-    if len(named) != 1:
-        raise ValueError(f"has {', '.join(named) or 'nothing'}. Give one of files, uri, model, data_set and groups")
-    if group.kind in ("files", "uri", "data_set") and group.folder is None:
-        raise ValueError("has no folder. Give the one of its files")
+    group: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Group), given))
+    own = [name for name in ("uri", "model", "data_set", "groups", "files") if getattr(group, name)]
+    whose = (group.family and group.variant) if group.model else (group.folder or group.groups)
+    if len(own) != 1 or not whose:
+        possible = "files, uri or data_set with folder, model with family and variant, or groups"
+        raise ValueError(f"has {', '.join(own) or 'nothing'}. Give one of {possible}")
     if group.folder is not None and (PurePosixPath(group.folder).is_absolute() or ".." in group.folder.split("/")):
         raise ValueError(f"its folder {shown(group.folder)} is not one inside another. Give a relative path")
-    if group.model is not None and not (group.family and group.variant):
-        raise ValueError("has a model, but not whose it is. Give family and variant")
-    if unknown := [name for name in group.groups if name not in all_of_them]:
+    if unknown := [name for name in group.groups if name not in names]:
         raise ValueError(f"names no group: {', '.join(unknown)}")
-    if any(all_of_them[name].get("groups") for name in group.groups if isinstance(all_of_them[name], dict)):
-        raise ValueError("has a group of groups. Name their groups")
-    if problems := wanted_problems(wanted_of(group)):
-        raise ValueError(problems[0].removesuffix("."))
+    check_wanted(wanted_of(group))
     return group
 
 
 def _first_line(error: Exception) -> str:
-    return shown((str(error).splitlines() or [type(error).__name__])[0], 200)
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return shown(text.splitlines()[0], 200)
 
 
 def choose(names: Sequence[str], manifest: dict[str, Group]) -> list[str]:

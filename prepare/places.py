@@ -23,10 +23,11 @@ from streaming.base.storage import upload
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 from streaming.base.util import retry
 
-from cli.errors import Refused
+from cli.errors import Failed, Refused
 from cli.files import to_disk
 from cli.private_api import require_private_api
 from preflight.limits import unwritable
+from prepare.names import GO_ON
 from stages import store_errors
 from stages.dataset import is_remote
 from stages.stores import download_once
@@ -233,6 +234,15 @@ def _as_os_error(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise OSError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def writing(out: str | Path) -> Iterator[None]:
+    """Turn an OSError of a command's work into one message. Raises Failed."""
+    try:
+        yield
+    except OSError as error:
+        raise Failed(f"OUT: {out} cannot be written: {error}. {GO_ON}.") from error
 
 
 def open_place(address: str) -> Place:

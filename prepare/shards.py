@@ -63,7 +63,6 @@ from prepare.find import find_sources
 from prepare.hub_datasets import HubKeys
 from prepare.moments import mds_columns, npy_shape, put_empty_text, read_npy, tokens_of
 from prepare.parts import (
-    GO_ON,
     Part,
     Plan,
     begin,
@@ -72,7 +71,7 @@ from prepare.parts import (
     make_part,
     parts_to_make,
 )
-from prepare.places import Place, open_place, out_problem
+from prepare.places import Place, open_place, out_problem, writing
 from prepare.samples import Asked, Row, Sample, SourceError, Taken, check_key, choose, column_of, read_captions
 from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source
 from prepare.tables import Lines
@@ -421,10 +420,8 @@ def _run(argv: Sequence[str], folder: Path) -> int:
         problems.append(f"{what}. Possible with engine=ray: a folder that all nodes share; Parquet at s3://; tars.")
     if problems:
         raise ConfigError(problems)
-    try:
+    with writing(paths[-1]):
         counts, speed = write_stage(sources, open_place(paths[-1]), config, folder)
-    except OSError as error:
-        raise Failed(f"OUT: {paths[-1]} cannot be written: {error}. {GO_ON}.") from error
     print(f"{counts}{speed}; {where_to_look(counts, paths[-1])}")
     return counts.exit_code
 

@@ -52,22 +52,19 @@ class Wanted:
 
 def wanted_problem(wanted: Wanted) -> str | None:
     """Say what is wrong with an entry, which may come from a list on the web; or None."""
-    parts = wanted.name.split("/")
-    if not wanted.name.isprintable() or "\\" in wanted.name or any(part in ("", ".", "..") for part in parts):
-        return f"{shown(wanted.name)}: is no path inside a folder. Possible: NAME, or FOLDER/NAME."
-    if parts[0] in (WORK, DIGESTS_FILE) or len(quote(wanted.name, safe="")) > MAX_NAME_BYTES:
-        return (
-            f"{shown(wanted.name)}: is a name that cannot be taken. Possible: another of up to {MAX_NAME_BYTES} bytes."
-        )
+    name, parts = wanted.name, wanted.name.split("/")
+    if not name.isprintable() or "\\" in name or any(part in ("", ".", "..") for part in parts):
+        return f"{shown(name)}: is no path inside a folder. Possible: NAME, or FOLDER/NAME."
+    if parts[0] in (WORK, DIGESTS_FILE) or len(quote(name, safe="")) > MAX_NAME_BYTES:
+        return f"{shown(name)}: is a name that cannot be taken. Possible: another of up to {MAX_NAME_BYTES} bytes."
     if not wanted.urls or not all(map(is_address, wanted.urls)):
-        return f"{wanted.name}: its addresses are {list(wanted.urls)}. Possible: http://, https:// and file://."
+        return f"{name}: its addresses are {list(wanted.urls)}. Possible: http://, https:// and file://."
     if wanted.bytes is not None and wanted.bytes < 0:
-        return f"{wanted.name}: its size is {wanted.bytes}. Possible: 0 or more bytes."
-    if wanted.digest is not None:
-        kind, _, digits = wanted.digest.partition(":")
-        if kind not in DIGITS or not re.fullmatch(rf"[0-9a-f]{{{DIGITS[kind]}}}", digits):
-            possible = ", ".join(f"{name} with {number} digits" for name, number in DIGITS.items())
-            return f"{wanted.name}: its digest is {shown(wanted.digest)}. Possible: KIND:DIGITS, {possible}."
+        return f"{name}: its size is {wanted.bytes}. Possible: 0 or more bytes."
+    kind, _, digits = (wanted.digest or "").partition(":")
+    if wanted.digest is not None and not re.fullmatch(rf"[0-9a-f]{{{DIGITS.get(kind, 0)}}}", digits or "-"):
+        possible = ", ".join(f"{name} with {number} digits" for name, number in DIGITS.items())
+        return f"{name}: its digest is {shown(wanted.digest)}. Possible: KIND:DIGITS, {possible}."
     return None
 
 
@@ -81,25 +78,19 @@ def is_address(url: str) -> bool:
     return "://" in url and (parts.scheme == "file" or (parts.scheme in ("http", "https") and has_host))
 
 
-def wanted_problems(wanted: Sequence[Wanted]) -> list[str]:
-    """Say what is wrong with entries: each by itself, and names of which one folder cannot have both."""
+def check_wanted(wanted: Sequence[Wanted]) -> None:
+    """Raise ValueError, a problem a line, if an entry is no good, or one folder cannot have both of two."""
     problems = [text for one in wanted if (text := wanted_problem(one))]
     names = Counter(one.name for one in wanted)
     problems += [f"{name}: is wanted twice. Leave one out." for name, count in names.items() if count > 1]
-    return problems + [
-        f"{name}: is a folder of other files too. Leave it out." for name in folders_of(names) if name in names
-    ]
+    problems += [f"{name}: is a folder of other files too. Leave it out." for name in folders_of(names) & names.keys()]
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def folders_of(names: Iterable[str]) -> set[str]:
     """Return the folders in which files of these names lie."""
     return {str(folder) for name in names for folder in PurePosixPath(name).parents}
-
-
-def check_wanted(wanted: Sequence[Wanted]) -> None:
-    """Raise ValueError, a problem a line, if an entry is no good, or two cannot both be there."""
-    if problems := wanted_problems(wanted):
-        raise ValueError("\n".join(problems))
 
 
 @dataclass(frozen=True)

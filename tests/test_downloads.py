@@ -119,15 +119,15 @@ def test_a_name_stands_for_groups_each_once_and_a_wrong_one_is_told_with_the_nea
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("[1, 2]", "has no groups. Give one as downloads.yaml."),
-        ("a: [", "is no YAML: "),
+        ("[1, 2]", "it has no groups. Give a YAML file as downloads.yaml."),
+        ("a: [", "cannot be read: "),
         ("list: {about: x, folder: a, uri: b}", "list: is no name of a group."),
         ("a: 3", "a: is no group. Possible: about, folder, files, ..., as keys."),
-        ("a: {about: x}", "a: has nothing. Give one of files, uri, model, data_set and groups."),
-        ("a: {about: x, folder: f, uri: u, model: m}", "a: has uri, model. Give one of files, uri, model, "),
-        ("a: {about: x, uri: u}", "a: has no folder. Give the one of its files."),
+        ("a: {about: x}", "a: has nothing. Give one of files, uri or data_set with folder, model "),
+        ("a: {about: x, folder: f, uri: u, model: m}", "a: has uri, model. Give one of files, "),
+        ("a: {about: x, uri: u}", "a: has uri. Give one of files, uri or data_set with folder"),
         ("a: {about: x, folder: ../b, uri: u}", "a: its folder ../b is not one inside another. Give a relative path."),
-        ("a: {about: x, model: m}", "a: has a model, but not whose it is. Give family and variant."),
+        ("a: {about: x, model: m}", "a: has model. Give one of files, uri or data_set with folder, model with family and "),
         ("a: {about: x, groups: [b]}", "a: names no group: b."),
         ("a: {about: x, folder: f, files: [{name: n, urls: ['http://x/n'], digest: 'md5:1'}]}", "a: n: its digest is md5:1."),
         ("a: {about: x, folder: f, files: [{name: ../n, urls: ['http://x/n']}]}", "a: ../n: is no path inside a folder."),
@@ -232,7 +232,7 @@ def test_groups_are_fetched_one_fault_holds_up_no_other_and_the_same_command_end
         "gated: Gated: accept its terms at https://host/terms, and set HF_TOKEN to a token of that account." in said.err
     )
     assert "Not complete: gated. What has come stays; the same command resumes from there." in said.err
-    assert "gated.bin: digest not published, nor is its size: what the server says is taken." in said.err
+    assert "gated.bin: digest not published, the size alone is compared." in said.err
     assert {path.name: path.read_bytes() for path in (to / "data/tars").glob("*.tar")} == CONTENT
     monkeypatch.setenv("HF_TOKEN", "secret")
     web.asked.clear()
@@ -285,8 +285,8 @@ def test_a_copy_is_asked_first_and_its_faults_do_no_harm(published, web, tmp_pat
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("metadata/tars.md5", None, "tars: its list cannot be had: {url}: HTTP 404 (Not Found)"),
-        ("metadata/tars.md5", b"<!DOCTYPE html><p>Log in", "tars: its list cannot be had: {url}: is a web page"),
+        ("metadata/tars.md5", None, "tars: its list is not available: {url}: HTTP 404 (Not Found)"),
+        ("metadata/tars.md5", b"<!DOCTYPE html><p>Log in", "tars: its list is not available: {url}: is a web page"),
         ("metadata/tars.md5", b"\xff\xfe\x00", "tars: its list, {url}, is no text"),
         ("metadata/tars.md5", b"{}", "tars: {url}, line 1: is not an MD5 and a name, but '{{}}'. Look at that address"),
         ("metadata/tars.uri", b"s3://bucket", "tars: {url} is not one address, but begins 's3://bucket'. Look at that"),
