@@ -303,7 +303,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, capsys):
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"{bad / name}"), name
         (bad / name).write_text(before)
     files = {
-        "metrics.jsonl": '{"evaluation": tru\n',
+        "metrics.jsonl": '{"evaluation": tr\n',
         "environment.json": "[]",
         "config.yaml": "global_batch_size: many",
     }
