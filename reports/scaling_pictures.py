@@ -99,8 +99,8 @@ def _draw_run(axes: Axes, record: Mapping[str, Any]) -> None:
     nums = [row["num"] for row in rows]
     perfect = [record["base"][key] * num / record["base"]["num"] for num in nums]
     axes.plot(nums, perfect, "--", color="#000000", linewidth=0.8, label="perfect, from one node of 8")
-    ends = ([row[f"{key}_{end}"] for row in rows] for end in ("low", "high"))
-    axes.fill_between(nums, *ends, color=COLOURS[0], alpha=0.2, label="90 %")
+    low, high = ([row[f"{key}_{end}"] for row in rows] for end in ("low", "high"))
+    axes.fill_between(nums, low, high, color=COLOURS[0], alpha=0.2, label="90 %")
     plot(rows, key, "x-", 0, f"predicted: {run['name']} on {run['gpu']}")
     mosaicml = [row for row in record["rows"] if row["series"] == "mosaicml_online_512"]
     plot(mosaicml, key, "o", 1, "MosaicML's A100, published")
