@@ -168,7 +168,7 @@ def _speed(values: Mapping[str, Any], num_ranks: int, cost: Cost) -> _Speed:
     source, batch = f"{RECORD_KEY}={place}", values["global_batch_size"]
     try:
         if card := scaling_devices.CARDS.get(place):
-            told = _step(values, cost).published(scaling_devices.kept_law(), card, num_ranks, batch)
+            told = _step(values, cost).published(scaling_devices.committed_law(), card).predict(num_ranks, batch)
             source += ", its published speed"
         else:
             told = scaling_devices.expected(place, num_ranks, batch)

@@ -16,127 +16,52 @@ Exit code: 0, or 2 where words, records or keys are not possible.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import math
-import re
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+import numpy as np
 
 from cli.command import command
-from cli.command_line import Problem, parse_command_line
+from cli.command_line import YAML, Problem, parse_command_line
 from cli.errors import ConfigError, Refused
 from cli.files import write_json
-from cli.limits import kind_of_path, limited, of_form, shown
 from config import as_written, load, to_yaml
 from preflight import scaling_devices as devices
 from preflight import scaling_run as runs
 from preflight.limits import unwritable
 from preflight.run import cost_of
-from preflight.scaling_failures import LLAMA_HOURS
-from preflight.scaling_fit import NAMES, Held, Law, fit, held_out, sensitivity
-from preflight.scaling_law import PARAMETERS, Setup, points_of
-from preflight.scaling_parts import (
-    errors_of,
-    evaluation_check,
-    laid_over,
-    mosaicml,
-    published,
-    row_of,
-    single,
-    targets,
-)
-from preflight.scaling_rows import TITLES, fitted, read_rows
+from preflight.scaling_devices import CARDS, Measured, Predictor
+from preflight.scaling_fit import NAMES, Held, Interval, Law, fit, held_out, jacobian
+from preflight.scaling_law import PARAMETERS, REFERENCE_TFLOP, SHARES
+from preflight.scaling_rows import SETUPS, TITLES, fitted, read_rows
+from preflight.scaling_run import Facts, ScalingConfig
+from preflight.scaling_target import target_of
 from record.environment import environment
 from record.summary import rounded
 from reports import scaling as report
 from training.run_config import ALIASES, RunConfig, resolve
+from zoo.mlperf_flux import FLUX
+from zoo.mlperf_sd import SD
 
-ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "yamls/mosaicml_512.yaml"
-OVERLAID = ("reports/results/emoji_cpu_1_rank.json", "reports/results/emoji_cpu_2_ranks.json")
-SCHEMA = 1
+RECIPE = Path(__file__).resolve().parent.parent / "yamls/mosaicml_512.yaml"
+SCHEMA = 2
 AT = 1024
 """GPUs of the row whose sensitivity is told."""
-
-
-def _is_date(text: str) -> str | None:
-    """Return a year, month or day, of which there is one."""
-    if not re.fullmatch(r"20\d\d(-\d\d){0,2}", text):
-        return None
-    try:
-        datetime.date.fromisoformat(f"{text}-01-01"[:10])
-    except ValueError:
-        return None
-    return text
-
-
-@dataclass(frozen=True)
-class ScalingConfig:
-    """The keys of this command."""
-
-    gpu: Literal["A100", "H100", "H200", "B200", "GB200"] | None = None
-    """Kind of GPU. null: the records', and H200 without one."""
-    gpus: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-    """Numbers of GPUs."""
-    node_link: Literal["nvlink3", "nvlink4", "nvlink5", "pcie4", "pcie5"] | None = None
-    """Link within a domain. null: the GPU's usual one."""
-    cluster_link: (
-        Literal["infiniband_hdr", "infiniband_ndr", "ethernet_3200", "ethernet_1600", "ethernet_400", "ethernet_100"]
-        | None
-    ) = None
-    """Link between domains; Ethernet by the Gbit/s of a node of 8. null: the GPU's usual one."""
-    domain: int | None = limited(None, 1, 4096)
-    """GPUs that the inner link joins. null: 8, of GB200 72."""
-    images: int | None = limited(None, 1)
-    """Images to train. null: those of the run's max_duration."""
-    price_per_gpu_hour: float | None = limited(None, 0.0, above=True)
-    """Price of a GPU for an hour, in any currency. null: no cost is told."""
-    price_date: str | None = of_form(None, _is_date, "a date: 2026, 2026-11 or 2026-11-25")
-    """Of the price, as 2026-11-25; it belongs to a price."""
-    mtbf_hours: float = limited(round(LLAMA_HOURS, -2), 1.0)
-    """Hours between two failures of a GPU; the default is Llama 3's training: arXiv:2407.21783, section 3.3.4."""
-    resume_sec: float = limited(300.0, 0.0)
-    """Seconds from a failure until training goes on. The default is of the 80 to 340 that MLPerf's submissions start in."""
-    write_gib_per_sec: float = limited(1.0, 0.0, above=True)
-    """Speed at which a checkpoint is written."""
-    holds_up: bool = True
-    """Training waits while a checkpoint is written."""
-    eval_gpu_sec: float | None = limited(None, 0.0, above=True)
-    """Seconds of a measured evaluation times its GPUs. null: by its FLOPs."""
-    store_mb_per_sec: float | None = limited(None, 0.0, above=True)
-    """What the store gives each node. null: no limit is reckoned."""
-    cores: int | None = limited(None, 1, 4096)
-    """Processor cores of a node for its loaders. null: no limit is reckoned."""
-    laid_over: str | None = None
-    """Records of one run on several numbers of devices, with commas. CPUs' too. null: the given ones, or a committed pair."""
-    results: str = "scaling/scaling.json"
-    """File of the record; the pictures lie beside it."""
-
-
-def problems_of(config: ScalingConfig) -> list[Problem]:
-    """Return every problem of the keys alone."""
-    found = []
-    if not config.gpus or any(type(num) is not int or not 1 <= num <= 65536 for num in config.gpus):
-        text = f"{list(config.gpus)}. Possible: numbers from 1 to 65,536, e.g. [8,64,512]."
-        found.append(Problem(f"gpus: {text}", ("gpus",)))
-    if (config.price_per_gpu_hour is None) != (config.price_date is None):
-        given, missing = ("price_per_gpu_hour", "price_date")[:: 1 if config.price_date is None else -1]
-        text = f"{given} is given, {missing} is not. A price is of a day: give both, or neither."
-        found.append(Problem(f"{missing}: {text}", (missing,)))
-    folder, kind = Path(config.results).parent, kind_of_path(config.results)
-    if kind not in (None, "file"):
-        text = (
-            f"{shown(config.results, 300)} is a {kind}. Possible: a file, e.g. {Path(config.results) / 'scaling.json'}."
-        )
-        found.append(Problem(f"results: {text} Give one.", ("results",)))
-    elif text := unwritable(folder):
-        found.append(Problem(f"results: {text}", ("results",)))
-    return found
+EVALUATIONS = (
+    *(("mlperf_h100_v41", 8, 1125.0), ("mlperf_h200_v41", 8, 1088.0), ("mlperf_b200_v50", 8, 713.0)),
+    *(("mlperf_gb200", 8, 742.0), ("mlperf_h100_v41", 64, 143.0)),
+)
+"""Series, devices, median seconds of an evaluation of 30,000 images in MLPerf's logs. NVIDIA's own of 8 H100 has 1,130 of
+generation and 65 of scoring."""
+SIZES = ((1, 31), (32, 127), (128, 255), (256, 4096), (1, 4096))
+"""Numbers of devices, least and most, whose errors are told apart; the last are all."""
+NEAR = 0.1  # by which a network's FLOPs may differ from the benchmark's for its images to the target to hold
 
 
 @dataclass(frozen=True)
@@ -146,74 +71,55 @@ class Words:
     yaml: str
     places: tuple[str, ...]
     config: ScalingConfig
-    is_shown: bool = False
+    print_config: bool = False
+
+
+def problems_of(config: ScalingConfig) -> list[Problem]:
+    """Return every problem across the keys."""
+    problems = []
+    if not config.gpus:
+        problems.append(Problem("gpus: []. Possible: numbers from 1 to 65,536, e.g. [8,64,512].", ("gpus",)))
+    if (config.price_per_gpu_hour is None) != (config.price_date is None):
+        text = "only one of price_per_gpu_hour and price_date is given. A price is of a day: give both, or neither."
+        problems.append(Problem(f"price_date: {text}", ("price_date", "price_per_gpu_hour")))
+    if problem := unwritable(Path(config.results).parent):
+        problems.append(Problem(f"results: {problem}", ("results",)))
+    return problems
 
 
 def read_words(argv: Sequence[str]) -> Words:
     """Read the command line, and no record. Raises ConfigError: each problem of it."""
-    keys = [word for word in argv if word.startswith("--") or ("=" in word and kind_of_path(word) is None)]
-    others = [word for word in argv if word not in keys]
-    yamls = [word for word in others if word.endswith((".yaml", ".yml"))]
-    line = parse_command_line(keys, {})
+    line = parse_command_line(argv, {}, takes_places=True)
     config = load(ScalingConfig, line, check=problems_of)
+    yamls = [word for word in line.places if word.endswith(YAML)]
     if len(yamls) > 1:
-        raise ConfigError(
-            [f"command line: {len(yamls)} YAML files given. Possible: one run. Give the others' records."]
-        )
-    places = tuple(word for word in others if word not in yamls)
+        raise ConfigError([f"command line: {len(yamls)} YAML files given. Possible: one run. Give its records."])
+    places = tuple(word for word in line.places if word not in yamls)
     return Words(yamls[0] if yamls else str(RECIPE), places, config, line.print_config)
 
 
-def facts_of(words: Words) -> tuple[runs.Facts, dict[str, Any]]:
-    """Return the facts of the run of a YAML, traced without a GPU, and its settings. Raises ConfigError: it is no run."""
+def read_run(words: Words) -> tuple[Facts, RunConfig]:
+    """Return the facts of the run of a YAML, traced without a GPU, and its configuration. Raises ConfigError."""
     run = load(RunConfig, parse_command_line([words.yaml], ALIASES), check=lambda config: [])
     if run.precision is None:
         run = dataclasses.replace(run, precision="bf16")  # null is float32 on a CPU, and this is about GPUs
-    name = Path(words.yaml).stem
     try:
         resolved = resolve(run)
-        return runs.facts_of(resolved, cost_of(resolved), name, words.config.images), runs.settings_of(resolved)
+        return runs.facts_of(resolved, cost_of(resolved), Path(words.yaml).stem, words.config.images), resolved
     except ValueError as error:
         raise ConfigError([f"{words.yaml}: {error}"]) from error
 
 
-def records_of(places: Sequence[str], gpu: str | None) -> list[devices.Measured]:
-    """Read the records that the prediction begins at. Raises ConfigError: mixed, of a CPU, or of another GPU."""
-    try:
-        found = [devices.read_measured(place) for place in places]
-    except ValueError as error:
-        raise ConfigError([str(error)]) from error
+def records_of(places: Sequence[str], gpu: str | None) -> list[Measured]:
+    """Read the records that the prediction begins at. Raises ConfigError: mixed, or not of this GPU."""
+    found = [devices.read_measured(place) for place in places]
     problems = devices.problems_of(found) if found else []
     for record in found:
-        card = devices.card_of(record.device)
-        if record.is_cpu:
-            said = f"{record.name}: is of a {record.device}, and a CPU's speed says nothing of a GPU's"
-            problems.append(f"{said}. Give records of a GPU; those of a CPU can be seen with laid_over=A.json,B.json.")
-        elif card is None or gpu not in (None, card):
-            wanted = gpu or ", ".join(devices.CARDS)
-            problems.append(
-                f"{record.name}: is of {record.device}. Possible: {wanted}. Give its gpu, or another record."
-            )
+        if record.card is None or gpu not in (None, record.card):
+            possible = f"Possible: {gpu or ', '.join(CARDS)}. Give its gpu, or another record."
+            problems.append(f"{record.name}: is of {record.device}. {possible}")
     if problems:
         raise ConfigError(problems)
-    return sorted(found, key=lambda record: record.num)
-
-
-def overlaid(words: Words, given: Sequence[devices.Measured]) -> list[devices.Measured]:
-    """Return the records that are laid over. Raises ConfigError: one alone, or of several configurations."""
-    places = words.config.laid_over.split(",") if words.config.laid_over else []
-    try:
-        found = [devices.read_measured(place) for place in places]
-    except ValueError as error:
-        raise ConfigError([f"laid_over: {error}"]) from error
-    if len(found) == 1:
-        raise ConfigError(
-            ["laid_over: one record only. Possible: 2 and more, of other numbers of devices. Give another."]
-        )
-    if not found:
-        found = list(given) if len(given) > 1 else [devices.read_measured(str(ROOT / place)) for place in OVERLAID]
-    if problems := devices.problems_of(found):
-        raise ConfigError([f"laid_over: {text}" for text in problems])
     return sorted(found, key=lambda record: record.num)
 
 
@@ -227,103 +133,137 @@ def _fitted() -> tuple[Law, list[Held], int]:
 def reckoned(words: Words) -> dict[str, Any]:
     """Return the record of the command: the law and its errors, the run's rows, the published ones beside them."""
     config = words.config
-    given = records_of(words.places, config.gpu)
-    over, (facts, settings) = overlaid(words, given), facts_of(words)
-    law, held, used = _fitted()
-    gpu = config.gpu or (devices.card_of(given[0].device) if given else None) or "H200"
-    card = devices.CARDS[gpu]
-    links = (config.node_link or card.node_link, config.cluster_link or card.cluster_link, config.domain or card.domain)
-    setup = facts.step.over(*links)
-    tuned, rate, by = _rated(law, given, card, links, facts)
-    checks, share = evaluation_check(law)
-    nums = sorted(set(config.gpus))
-    base, *estimates = _estimates(config, tuned, rate, setup, facts, [runs.GPUS_A_NODE, *nums], share)
-    run = {**dataclasses.asdict(facts), "gpu": gpu, "links": list(links), "rate": by}
-    known, passed_over = devices.gpu_records()
+    given, (facts, run), (law, held, num_rows) = records_of(words.places, config.gpu), read_run(words), _fitted()
+    gpu = config.gpu or (given[0].card if given else None) or "H200"
+    card, usual = CARDS[gpu], CARDS[gpu].links
+    links = (config.node_link or usual[0], config.cluster_link or usual[1], config.domain or usual[2])
+    differs = runs.differences(run, given[0]) if given else []
+    if given:
+        measured, of_run = (given[0].predictor(law, links, step) for step in (given[0].step, facts.step))
+        rate = f"the record {given[0].name} of {given[0].num} {given[0].device}"
+    else:
+        of_run = facts.step.published(law, card, links)
+        rate = f"published: {TITLES[facts.step.series_for(card)]}, at the same TFLOP/s. No record was given"
+    evaluation, nums = evaluation_check(law), sorted(set(config.gpus))
+    base, *rows = runs.estimates(of_run, facts, [runs.GPUS_A_NODE, *nums], config, evaluation["share"])
     return {
         "schema": SCHEMA,
         **environment(),
         "measured": "scaling",
         "config": as_written(config),
-        "run": {**run, "differs": runs.differences(settings, given[0]) if given else []},
+        "run": {**dataclasses.asdict(facts), "gpu": gpu, "links": list(links), "rate": rate, "differs": differs},
         "law": law.as_record(),
-        "parameters": _parameters(law),
+        "parameters": _parameters(law, of_run, facts),
         "rows": [row_of(each) for each in held],
-        "errors": errors_of(law, held, used),
+        "errors": errors_of(law, held, num_rows),
         "base": base,
-        "estimates": estimates,
-        "published": {**mosaicml(held, facts.images), **published(held)},
-        "sensitivity": _sensitivity(tuned, rate, setup, facts),
-        "targets": targets(law, read_rows(), (tuned, rate, setup, gpu, facts), nums, config.price_per_gpu_hour),
-        "laid_over": laid_over(law, over, links if over == given else None),
-        "evaluation": {"share": share, "rows": checks},
-        "single": single(law, "H200"),
-        "gpu_records": [devices.against(law, run) for run in known],
-        "passed_over": passed_over,
+        "estimates": rows,
+        "targets": targets(law, of_run, gpu, facts, nums, config.price_per_gpu_hour),
+        "records": laid_over(law, given, measured, card, links) if given else [],
+        "evaluation": evaluation,
     }
 
 
-def _rated(
-    law: Law, given: Sequence[devices.Measured], card: devices.Card, links: tuple[str, str, int], facts: runs.Facts
-) -> tuple[Law, str, str]:
-    """Return the law with the rate of the run, its name, and what it is by: the first record, or the card's series."""
-    if not given:
-        series = card.series_for(facts.step.over(*links))
-        tuned, rate = devices.rated(law, series, facts.tflop)
-        return tuned, rate, f"published: {TITLES[series]}, at the same TFLOP/s. No record was given"
-    first = given[0]
-    try:
-        tuned, rate = first.tuned(law, first.step.over(*links))
-    except ValueError as error:
-        raise ConfigError([str(error)]) from error
-    return _carried(tuned, first.tflop / facts.tflop), rate, f"the record {first.name} of {first.num} {first.device}"
+# --- parts of the record ---
 
 
-def _estimates(
-    config: ScalingConfig, law: Law, rate: str, setup: Setup, facts: runs.Facts, nums: Sequence[int], share: float
+def row_of(held: Held) -> dict[str, Any]:
+    """Return a held-out place for the record."""
+    row = {"series": held.series, "title": TITLES[held.series], "num": held.num, "global_batch_size": held.batch}
+    row |= {"systems": held.systems, "images_per_sec": held.measured, **held.predicted.named("predicted")}
+    row |= {"error": held.error(held.predicted), "fitted_error": held.fitted}
+    return row | ({**held.alone.named("alone"), "alone_error": held.error(held.alone)} if held.alone else {})
+
+
+def errors_of(law: Law, held: Sequence[Held], num_rows: int) -> dict[str, Any]:
+    """Return what the errors come to: of places held out one by one, and of those predicted from the smallest alone."""
+
+    def errors(way: str, least: int, most: int) -> dict[str, Any]:
+        pairs = [(of, getattr(of, way)) for of in held if getattr(of, way) and least <= of.num <= most]
+        off = np.abs([of.error(told) for of, told in pairs])
+        inside = float(np.mean([told.low <= of.measured <= told.high for of, told in pairs]))
+        return {"places": len(pairs), "median": float(np.median(off)), "worst": float(off.max()), "covered": inside}
+
+    sizes = [
+        {"from": least, "to": most, **{way: errors(way, least, most) for way in ("predicted", "alone")}}
+        for least, most in SIZES
+    ]
+    of_law = {"fitted": len(law.theta), "noise": law.noise, "by_doubling": law.by_doubling}
+    return {"rows": num_rows, **of_law, "sizes": sizes}
+
+
+def _parameters(law: Law, predictor: Predictor, facts: Facts) -> list[dict[str, Any]]:
+    """Return the shared parameters, and how much each changes the images/s of `AT` GPUs; the run's rate comes first.
+
+    for_1_percent: the change in % for 1 % more of it. for_1_deviation: for one deviation more.
+    """
+    points = predictor.points([(AT, max(facts.batch, AT))])
+    slope, rate = jacobian(predictor.law.theta, points)[0], int(points.rate[0])
+    by_deviation = 100 * np.expm1(slope * np.sqrt(np.diag(predictor.law.covariance)))
+    rows: list[dict[str, Any]] = [
+        {"name": "rate", "for_1_percent": float(slope[rate]), "for_1_deviation": float(by_deviation[rate])}
+    ]
+    for name, one, more in zip(NAMES, slope[-len(NAMES) :], by_deviation[-len(NAMES) :], strict=True):
+        prior, odds = PARAMETERS[name], 1 - predictor.law.parameter(name).value if name in SHARES else 1
+        row = {"name": name, "text": prior.text, "prior": prior.value, "factor": prior.factor}
+        row |= {"for_1_percent": float(one / odds), "for_1_deviation": float(more)}
+        rows.append(row | law.parameter(name).named("value"))
+    return rows
+
+
+def evaluation_check(law: Law) -> dict[str, Any]:
+    """Set the seconds of an evaluation by FLOPs beside MLPerf's logs.
+
+    Returns:
+        the share of training's utilisation that all ask for; and a row for each, by FLOPs and at the share of the others.
+    """
+
+    def at_training(name: str, num: int) -> float:
+        return runs.eval_sec(num, math.exp(law.theta[law.series.index(name)]) * REFERENCE_TFLOP)
+
+    logs, rows = [math.log(at_training(name, num) / seconds) for name, num, seconds in EVALUATIONS], []
+    for place, (name, num, seconds) in enumerate(EVALUATIONS):
+        by_flops, share = at_training(name, num), math.exp(np.mean(logs[:place] + logs[place + 1 :]))
+        row = {"title": TITLES[name], "num": num, "seconds": seconds, "by_flops": by_flops}
+        rows.append({**row, "predicted": by_flops / share, "error": by_flops / share / seconds - 1})
+    return {"share": math.exp(np.mean(logs)), "rows": rows}
+
+
+def targets(
+    law: Law, of_run: Predictor, gpu: str, facts: Facts, nums: Sequence[int], price: float | None
 ) -> list[dict[str, Any]]:
-    """Return a row for each number of GPUs; times: the speed over that of the first one, a node."""
-    figures, rates = runs.read_figures(), _rates(config)
-    rows = [runs.estimate(law, rate, setup, facts, num, rates, figures, share) for num in nums]
-    return [{**row, **runs.over_one_node(law, rate, setup, facts, row, rows[0])} for row in rows]
+    """Return time, device-hours and money to the target over the batch: of SD on H100, of FLUX on GB200, and of the run.
 
-
-def _carried(law: Law, factor: float) -> Law:
-    """Scale the last rate: another network at the same TFLOP/s."""
-    theta = law.theta.copy()
-    theta[len(law.series) - 1] += math.log(factor)
-    return dataclasses.replace(law, theta=theta)
-
-
-def _rates(config: ScalingConfig) -> runs.Rates:
-    return runs.Rates(
-        config.mtbf_hours,
-        config.resume_sec,
-        config.write_gib_per_sec,
-        config.holds_up,
-        config.eval_gpu_sec,
-        config.store_mb_per_sec,
-        config.cores,
-        config.price_per_gpu_hour,
-    )
-
-
-def _parameters(law: Law) -> list[dict[str, Any]]:
-    found = []
-    for name in NAMES:
-        prior, value = PARAMETERS[name], law.parameter(name)
-        ends = {"value": value.value, "value_low": value.low, "value_high": value.high}
-        found.append({"name": name, "text": prior.text, "prior": prior.value, "factor": prior.factor, **ends})
+    Args:
+        price: of an hour of the run's GPU.
+    """
+    rows, h100, gb200 = read_rows(), "mlperf_h100_v41", "flux_gb200"
+    sd, flux = ([row for row in rows if row.series.startswith(name)] for name in ("mlperf_h100", gb200))
+    of_sd = {num: Predictor(law, h100, SETUPS[h100]) for num in (8, 64, 512, 1024)}
+    of_flux = {row.num: Predictor(law, gb200, dataclasses.replace(SETUPS[gb200], tensor=row.tensor)) for row in flux}
+    sd_price, flux_price = (price if gpu == card else None for card in ("H100", "GB200"))
+    found = [
+        target_of("Stable Diffusion v2, H100 as in MLPerf 4.1", SD, "4.1.0", of_sd, sd, sd_price),
+        target_of("FLUX.1, GB200 as in MLPerf 5.1", FLUX, "5.1.0", of_flux, flux, flux_price),
+    ]
+    if abs(facts.step.tflop / REFERENCE_TFLOP - 1) <= NEAR:
+        of_nums = dict.fromkeys(nums, of_run)
+        found.append(target_of(f"Stable Diffusion v2, this run on {gpu}", SD, None, of_nums, [], price))
     return found
 
 
-def _sensitivity(law: Law, rate: str, setup: Setup, facts: runs.Facts) -> dict[str, Any]:
-    place, batch = law.series.index(rate), facts.step.exchange.batch(setup, AT, max(facts.batch, AT))
-    of = sensitivity(law, points_of([(setup, AT, batch, place)]), len(law.series))
-    return {
-        "num": AT,
-        "of": [{"name": name, "for_1_percent": one, "for_1_deviation": dev} for name, (one, dev) in of.items()],
-    }
+def laid_over(
+    law: Law, records: Sequence[Measured], first: Predictor, card: devices.Card, links: devices.Links
+) -> list[dict[str, Any]]:
+    """Return records beside perfect scaling, what the first one predicts, and what the published series does."""
+    rows = []
+    for run in records:
+        row: dict[str, Any] = {"name": run.name, "device": run.device, "num": run.num, "global_batch_size": run.batch}
+        speeds = Interval(run.speed.middle, run.speed.least, run.speed.greatest).times(run.num)
+        row |= {**speeds.named("images_per_sec"), "perfect": run.num * records[0].speed.middle}
+        row |= first.predict(run.num, run.batch).named("predicted")
+        rows.append(row | run.step.published(law, card, links).predict(run.num, run.batch).named("published"))
+    return rows
 
 
 def rounded_all(value: Any) -> Any:
@@ -339,18 +279,19 @@ def rounded_all(value: Any) -> Any:
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     words = read_words(argv)
-    if words.is_shown:
+    if words.print_config:
         print(to_yaml(words.config), end="")
         return 0
-    began = time.monotonic()
-    record = {**rounded_all(reckoned(words)), "seconds": round(time.monotonic() - began, 1)}
-    results = Path(words.config.results)
+    began, results = time.monotonic(), Path(words.config.results)
     try:
+        record = {**rounded_all(reckoned(words)), "seconds": round(time.monotonic() - began, 1)}
         results.parent.mkdir(parents=True, exist_ok=True)
         write_json(results, record)
         pictures = report.draw(record, results.parent)
     except OSError as error:
         raise Refused(f"{error.filename}: {error.strerror}. Check the path.") from error
+    except ValueError as error:
+        raise Refused(str(error)) from error
     print(report.text_of(record))
     print(f"written: {', '.join(map(str, [results, *pictures]))}")
     return 0

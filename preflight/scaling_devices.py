@@ -8,31 +8,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from scipy.optimize import brentq
 
-from cli.files import read_regular
 from cli.limits import given_as, shown
 from model import AUTOCAST_DTYPES, weights_dtype
-from preflight.scaling_fit import Interval, Law, jacobian, law_of
-from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, Setup, fixed_of, log_speed, points_of
+from preflight.scaling_fit import Array, Interval, Law, jacobian, law_of
+from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, Points, Setup, fixed_of, log_speed, points_of
 from preflight.scaling_rows import SETUPS
-from record.history import number_of
 from reports.compare_records import ALIKE_FRAC, NOT_RECORDED, RUN, SPEED, WORK, Record, read
 from reports.verdicts import Sample
 
 RESULTS = Path(__file__).resolve().parent.parent / "reports/results"
 MICROBATCH = "device_train_microbatch_size"
-SMALLEST_TFLOP, MOST = 1e-9, 1e13  # of an image and step; of any number of a record
-LAW = RESULTS / "scaling.json"
-"""Record with the fitted law."""
 FASTEST = 30.0  # of log rates: what a tiny network's pass takes at any size is thousands of its images
 OF_A_NUMBER = ("device_batch_size", WORK)
 """Keys of what is trained that follow from the number of devices, or are compared apart."""
@@ -41,44 +34,32 @@ SETTINGS = (
     *("gradient_checkpointing", "async_loss", "copy_stream"),
 )
 """Settings that have to be the same in records of one configuration."""
+Links = tuple[str, str, int]
+"""A node link, a cluster link, and the devices that the first one joins."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A kind of GPU: the published series that its speed is taken from without a record, FLUX's own, and its usual links."""
+    """A kind of GPU: the published series that its speed is taken from without a record, FLUX's own, and its usual links.
+
+    devices: their whole names, since the series and the links are those of SXM modules: an H100 NVL or PCIe is another one.
+    """
 
     series: str
-    node_link: str
-    cluster_link: str
-    domain: int = 8
+    links: Links
+    devices: tuple[str, ...]
     flux: str | None = None
 
-    def series_for(self, setup: Setup) -> str:
-        """Return the series of the network that is most like a run's."""
-        return self.flux if self.flux and setup.fixed == "flux" else self.series
 
-
+HOPPER = "nvlink4", "infiniband_ndr", 8
+A100 = "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"
 CARDS = {
-    "A100": Card("mosaicml_latents_512", "nvlink3", "infiniband_hdr"),
-    "H100": Card("mlperf_h100_v41", "nvlink4", "infiniband_ndr"),
-    "H200": Card("mlperf_h200_v41", "nvlink4", "infiniband_ndr"),
-    "B200": Card("mlperf_b200_v50", "nvlink5", "infiniband_ndr", flux="flux_b200"),
-    "GB200": Card("mlperf_gb200", "nvlink5", "infiniband_ndr", 72, "flux_gb200"),
+    "A100": Card("mosaicml_latents_512", ("nvlink3", "infiniband_hdr", 8), A100),
+    "H100": Card("mlperf_h100_v41", HOPPER, ("NVIDIA H100 80GB HBM3",)),
+    "H200": Card("mlperf_h200_v41", HOPPER, ("NVIDIA H200",)),
+    "B200": Card("mlperf_b200_v50", ("nvlink5", "infiniband_ndr", 8), ("NVIDIA B200",), "flux_b200"),
+    "GB200": Card("mlperf_gb200", ("nvlink5", "infiniband_ndr", 72), ("NVIDIA GB200",), "flux_gb200"),
 }
-NAMES = {
-    "NVIDIA A100-SXM4-40GB": "A100",
-    "NVIDIA A100-SXM4-80GB": "A100",
-    "NVIDIA H100 80GB HBM3": "H100",
-    "NVIDIA H200": "H200",
-    "NVIDIA B200": "B200",
-    "NVIDIA GB200": "GB200",
-}
-"""A device's name -> the card, whose series and links are those of SXM modules: an H100 NVL or PCIe is another one."""
-
-
-def card_of(device: str) -> str | None:
-    """Return the name of a device's card; None: none known."""
-    return NAMES.get(device)
 
 
 @dataclass(frozen=True)
@@ -122,6 +103,42 @@ def exchange_of(precision: str, sharding: str) -> Exchange:
 
 
 @dataclass(frozen=True)
+class Predictor:
+    """Predicts images/s of a run on any number of devices. rate: the name of the rate in the law, of a device."""
+
+    law: Law
+    rate: str
+    setup: Setup
+    exchange: Exchange = AS_DDP
+
+    def points(self, nums_and_batches: Sequence[tuple[int, float]]) -> Points:
+        """Return the points of numbers of devices and global batches."""
+        place, batch = self.law.series.index(self.rate), self.exchange.batch
+        return points_of([(self.setup, num, batch(self.setup, num, size), place) for num, size in nums_and_batches])
+
+    def predict(self, num: int, batch: float) -> Interval:
+        """Return images/s on `num` devices at a global batch."""
+        return self.law.predict_points(self.points([(num, batch)]))[0]
+
+
+def _with_rate(law: Law, name: str, log_rate: float, slope: Array, variance: float = 0.0) -> Law:
+    """Return the law with one more rate, which moves with the others by `slope`, and by itself with `variance`."""
+    place = len(law.series)
+    to = np.insert(np.eye(len(law.theta)), place, slope, axis=0)
+    covariance = to @ law.covariance @ to.T
+    covariance[place, place] += variance
+    theta = np.insert(law.theta, place, log_rate)
+    return dataclasses.replace(law, series=(*law.series, name), theta=theta, covariance=covariance)
+
+
+def at_tflop(law: Law, series: str, tflop: float) -> tuple[Law, str]:
+    """Return the law with one more rate, and its name: a series' device, at the FLOPs of another network."""
+    place, name = law.series.index(series), f"as {series}"
+    log_rate = law.theta[place] + math.log(SETUPS[series].tflop / tflop)
+    return _with_rate(law, name, log_rate, np.eye(len(law.theta))[place]), name
+
+
+@dataclass(frozen=True)
 class Step:
     """A step of a run, as far as its time goes. fixed: which b0. tflop: an image and step. parameters: trained.
 
@@ -132,27 +149,23 @@ class Step:
     tflop: float
     parameters: int
     microbatch: int | None
-    exchange: Exchange
+    exchange: Exchange = AS_DDP
 
-    def over(self, node_link: str, cluster_link: str, domain: int) -> Setup:
+    def over(self, links: Links) -> Setup:
         """Return how it exchanges over these links."""
-        gb, volume = self.exchange.gradient_bytes * self.parameters / 1e9, self.exchange.volume
-        links = NODE_LINKS[node_link], CLUSTER_LINKS[cluster_link]
-        return Setup(self.fixed, gb, *links, domain, self.microbatch, volume, self.tflop)
+        node_link, cluster_link, domain = links
+        gb, inner, outer = self.exchange.gradient_bytes * self.parameters / 1e9, NODE_LINKS[node_link], cluster_link
+        more = self.microbatch, self.exchange.volume, self.tflop
+        return Setup(self.fixed, gb, inner, CLUSTER_LINKS[outer], domain, *more)
 
-    def on(self, card: Card) -> Setup:
-        """Return the same over a card's usual links."""
-        return self.over(card.node_link, card.cluster_link, card.domain)
+    def series_for(self, card: Card) -> str:
+        """Return a card's series of the network that is most like this one."""
+        return card.flux if card.flux and self.fixed == "flux" else card.series
 
-    def predict(self, law: Law, rate: str, setup: Setup, num: int, batch: int) -> Interval:
-        """Return images/s on `num` devices at a global batch."""
-        return law.predict(setup, rate, num, self.exchange.batch(setup, num, batch))
-
-    def published(self, law: Law, card: Card, num: int, batch: int) -> Interval:
-        """Return images/s on `num` devices of a card as fast as its published series, over its usual links."""
-        setup = self.on(card)
-        with_rate, rate = rated(law, card.series_for(setup), self.tflop)
-        return self.predict(with_rate, rate, setup, num, batch)
+    def published(self, law: Law, card: Card, links: Links | None = None) -> Predictor:
+        """Return the predictor of a card that is as fast as its published series. links: None: its usual ones."""
+        with_rate, rate = at_tflop(law, self.series_for(card), self.tflop)
+        return Predictor(with_rate, rate, self.over(links or card.links), self.exchange)
 
 
 @dataclass(frozen=True)
@@ -163,92 +176,66 @@ class Measured:
     device: str
     num: int
     batch: int
-    microbatch: int | None
     speed: Sample
-    tflop: float
-    parameters: int
+    step: Step
     record: Record
 
     @property
-    def is_cpu(self) -> bool:
-        return self.device.startswith("CPU")
+    def card(self) -> str | None:
+        """The name of its card; None: none known."""
+        return next((name for name, card in CARDS.items() if self.device in card.devices), None)
 
-    @property
-    def step(self) -> Step:
-        """Its step; records that were made before there was sharding have none."""
-        of, settings = self.record.what, self.record.settings
-        fixed = fixed_of(str(of.get("family")), bool(settings.get("cuda_graphs")))
-        exchange = exchange_of(str(settings.get("precision")), str(settings.get("sharding") or "off"))
-        return Step(fixed, self.tflop, self.parameters, self.microbatch, exchange)
+    def predictor(self, law: Law, links: Links, step: Step) -> Predictor:
+        """Return what predicts a step of this run, or of another network at its TFLOP/s, by its record over these links.
 
-    @property
-    def card(self) -> Card:
-        """Its card. Raises KeyError: it is not known."""
-        return CARDS[card_of(self.device) or ""]
-
-    def tuned(self, law: Law, setup: Setup) -> tuple[Law, str]:
-        """Return the law with the rate at which it gives this record, and its name; see `measured`."""
+        Raises:
+            ValueError: see `measured`.
+        """
+        setup = self.step.over(links)
         batch = self.step.exchange.batch(setup, self.num, self.batch)
-        return measured(law, setup, self.name, self.num, batch, self.speed)
+        law, rate = measured(law, setup, self.name, self.num, batch, self.speed)
+        law.theta[law.series.index(rate)] += math.log(self.step.tflop / step.tflop)
+        return Predictor(law, rate, step.over(links), step.exchange)
 
 
 def read_measured(place: str) -> Measured:
-    """Read a record. Raises ValueError: it is none of a run, or has no FLOPs, or a number that none can be."""
+    """Read a record. Raises ValueError: it is none of a run, or lacks a number that each run has."""
     record, where = read(place), shown(place, 300)
     if record.kind != RUN:
         raise ValueError(f"{where}: is of {record.kind}, no run. Give runs/NAME, or a rung's record.")
-    if any(record.what.get(key) in (None, NOT_RECORDED) for key in (WORK, "trained_parameters")):
-        raise ValueError(f"{where}: it has no {WORK} or trained_parameters. Give a run of this version.")
-    tflop = _positive(where, WORK, record.what[WORK], whole=False)
-    parameters = int(_positive(where, "trained_parameters", record.what["trained_parameters"]))
-    num = int(_positive(where, "num_devices", record.machine["num_devices"]))
-    microbatch = record.settings.get(MICROBATCH)
-    size = None if microbatch in (None, "auto") else int(_positive(where, MICROBATCH, microbatch))
-    batch = int(_positive(where, "global_batch_size", round(record.what["device_batch_size"] * num)))
-    device = str(record.machine.get("device"))
-    return Measured(record.name, device, num, batch, size, record.figures[SPEED], tflop, parameters, record)
-
-
-def _positive(where: str, key: str, given: Any, whole: bool = True) -> float:
-    """Return a record's number. Raises ValueError: it is none that a run can have."""
-    value = number_of({key: given}, key)
-    least, kind = (1, "a whole number") if whole else (SMALLEST_TFLOP, "a number")
-    if value is None or not least <= value <= MOST or (whole and value != int(value)):
-        possible = f"{kind} from {least:g} to {MOST:.0e}"
-        raise ValueError(f"{where}: its {key} is {given_as(given)}. Possible: {possible}. Give a record of a run.")
-    return value
+    what, settings, num = record.what, record.settings, record.machine["num_devices"]
+    microbatch = None if settings.get(MICROBATCH) == "auto" else settings.get(MICROBATCH)
+    numbers = {WORK: what.get(WORK), "trained_parameters": what.get("trained_parameters"), "num_devices": num}
+    for key, value in {**numbers, MICROBATCH: 1 if microbatch is None else microbatch}.items():
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(
+                f"{where}: its {key} is {given_as(value)}. Possible: a number above 0. Give another record."
+            )
+    fixed = fixed_of(str(what.get("family")), bool(settings.get("cuda_graphs")))
+    exchange = exchange_of(str(settings.get("precision")), str(settings.get("sharding") or "off"))
+    step = Step(fixed, what[WORK], what["trained_parameters"], microbatch, exchange)
+    batch, device = round(what["device_batch_size"] * num), str(record.machine.get("device"))
+    return Measured(record.name, device, num, batch, record.figures[SPEED], step, record)
 
 
 def problems_of(records: Sequence[Measured]) -> list[str]:
     """Say why records are not of one configuration on one kind of device."""
+
+    def compared(of: Measured) -> dict[str, object]:
+        what = {key: value for key, value in of.record.what.items() if key not in OF_A_NUMBER}
+        return {**what, **{key: of.record.settings.get(key) for key in SETTINGS}, "device": of.device}
+
     first, problems = records[0], []
     for other in records[1:]:
-        keys = [key for key in {**first.record.what, **other.record.what} if key not in OF_A_NUMBER]
-        pairs = [(key, *(of.record.what.get(key, NOT_RECORDED) for of in (first, other))) for key in keys]
-        pairs += [(key, *(of.record.settings.get(key) for of in (first, other))) for key in SETTINGS]
-        pairs += [("device", *(re.sub(r", \d+ threads$", "", of.device) for of in (first, other)))]
-        apart = [pair for pair in pairs if pair[1] != pair[2]]
-        if not apart and abs(first.tflop / other.tflop - 1) > ALIKE_FRAC:
-            apart = [(WORK, first.tflop, other.tflop)]
-        if apart:
-            key, one, two = apart[0]
-            said = f"{shown(str(one))} in {first.name}, {shown(str(two))} in {other.name}"
+        one, two = compared(first), compared(other)
+        pairs = [(key, one.get(key, NOT_RECORDED), two.get(key, NOT_RECORDED)) for key in {**one, **two}]
+        if abs(first.step.tflop / other.step.tflop - 1) > ALIKE_FRAC:
+            pairs.append((WORK, first.step.tflop, other.step.tflop))
+        if apart := [pair for pair in pairs if pair[1] != pair[2]]:
+            key, *values = apart[0]
+            said = ", ".join(f"{shown(str(of))} in {run.name}" for of, run in zip(values, (first, other), strict=True))
             problems.append(f"{key}: {said}. Records of one configuration belong together. Leave one out.")
-    nums = [record.num for record in records]
-    if twice := [num for num in dict.fromkeys(nums) if nums.count(num) > 1]:
-        problems.append(f"num_devices: {twice[0]} in several records. Give one of each number of devices.")
     return problems
-
-
-def rated(law: Law, series: str, tflop: float) -> tuple[Law, str]:
-    """Return the law with one more rate, and its name: a series' device, at the FLOPs of another network."""
-    place, num, name = law.series.index(series), len(law.series), f"as {series}"
-    to = np.insert(np.eye(len(law.theta)), num, np.eye(len(law.theta))[place], axis=0)
-    theta = to @ law.theta
-    theta[num] += math.log(SETUPS[series].tflop / tflop)
-    return dataclasses.replace(
-        law, series=(*law.series, name), theta=theta, covariance=to @ law.covariance @ to.T
-    ), name
 
 
 def measured(law: Law, setup: Setup, name: str, num: int, batch: float, speed: Sample) -> tuple[Law, str]:
@@ -268,85 +255,40 @@ def measured(law: Law, setup: Setup, name: str, num: int, batch: float, speed: S
 
     def off(rate: float) -> float:
         theta[place] = rate
-        return float(log_speed(theta, points, place + 1)[0] - math.log(speed.middle * num))
+        return float(log_speed(theta, points)[0] - math.log(speed.middle * num))
 
     near = math.log(speed.middle)
     if off(near + FASTEST) < 0.0:
         said = f"its step of {batch / (num * speed.middle):.3g} s is shorter than the exchange over these links alone"
         raise ValueError(f"{name}: {said}. Possible: node_link, cluster_link and domain of that machine. Give them.")
     theta[place] = brentq(off, near - 0.5, near + FASTEST)
-    slope = jacobian(theta, points, place + 1)[0]
+    slope = jacobian(theta, points)[0]
     own, others = slope[place], np.delete(slope, place)
-    to = np.insert(np.eye(len(law.theta)), place, -others / own, axis=0)
-    covariance = to @ law.covariance @ to.T
-    covariance[place, place] += (_of_median(speed) / own) ** 2
     name = f"measured: {name}"
-    return dataclasses.replace(law, series=(*law.series, name), theta=theta, covariance=covariance), name
+    return _with_rate(law, name, theta[place], -others / own, (_of_median(speed) / own) ** 2), name
 
 
 def _of_median(speed: Sample) -> float:
     """The deviation of log median: from its parts where they are known, else from the extremes as if of ten parts."""
-    if len(values := speed.parts if speed.values else []) > 1:
+    if len(values := speed.values) > 1:
         return float(1.25 * np.std(np.log(values), ddof=1) / math.sqrt(len(values)))
-    return (
-        math.log(speed.greatest / speed.least) / 3.08 / math.sqrt(10)
-    )  # the range of ten normal values: 3.08 deviations
+    # the range of ten normal values: 3.08 deviations
+    return math.log(speed.greatest / speed.least) / 3.08 / math.sqrt(10)
 
 
-def kept_law(path: Path = LAW) -> Law:
+def committed_law() -> Law:
     """Return the law of the committed record."""
-    return law_of(json.loads(path.read_text())["law"])
+    return law_of(json.loads((RESULTS / "scaling.json").read_text())["law"])
 
 
-def expected(place: str, num: int, batch: int, law: Law | None = None) -> Interval:
+def expected(place: str, num: int, batch: int) -> Interval:
     """Return the images/s of a run on `num` devices, from a record of the same run on another number.
 
     Raises:
         ValueError: no record of a run; or one of a CPU, or of a card that has no links here.
     """
-    run, law = read_measured(place), law or kept_law()
-    if card_of(run.device) is None:
+    run = read_measured(place)
+    if run.card is None:
         said = f"a record of {shown(run.device)}. Possible: {', '.join(CARDS)}: the law is fitted to GPUs"
         raise ValueError(f"{said}. Give measure.expected_images_per_sec.")
-    setup = run.step.on(run.card)
-    with_rate, rate = run.tuned(law, setup)
-    return run.step.predict(with_rate, rate, setup, num, batch)
-
-
-# --- the first records of GPUs ---
-
-
-def gpu_records(folder: Path = RESULTS) -> tuple[list[Measured], list[dict[str, str]]]:
-    """Return the records of runs on a GPU that a folder has, sorted by path, and what was passed over: `name`, `why`.
-
-    A record of a CPU, or of something else than a run, is neither.
-    """
-    found, passed_over = [], []
-    for path in sorted(folder.rglob("*.json")):
-        try:
-            if not _is_of_gpu(json.loads(read_regular(path))):
-                continue
-            run = read_measured(str(path))
-        except (OSError, ValueError, RecursionError) as error:
-            why = str(error).removeprefix(f"{shown(str(path), 300)}: ")
-            passed_over.append({"name": path.relative_to(folder).as_posix(), "why": why})
-            continue
-        if card_of(run.device) is None:
-            why = f"no published series of {shown(run.device)}"
-            passed_over.append({"name": path.relative_to(folder).as_posix(), "why": why})
-        else:
-            found.append(run)
-    return found, passed_over
-
-
-def _is_of_gpu(content: Any) -> bool:
-    return isinstance(content, dict) and SPEED in content and not str(content.get("device", "CPU")).startswith("CPU")
-
-
-def against(law: Law, run: Measured) -> dict[str, Any]:
-    """Set a record of a GPU against what the law says of its card without it."""
-    told = run.step.published(law, run.card, run.num, run.batch)
-    value = run.num * run.speed.middle
-    said: Mapping[str, Any] = {"name": run.name, "device": run.device, "num": run.num, "global_batch_size": run.batch}
-    ends = {"predicted": told.value, "predicted_low": told.low, "predicted_high": told.high}
-    return {**said, "measured": value, **ends, "error": told.value / value - 1}
+    return run.predictor(committed_law(), CARDS[run.card].links, run.step).predict(num, batch)

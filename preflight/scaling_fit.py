@@ -13,8 +13,8 @@ ways, of all places and of those from 256 devices on. The two covariances and th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,17 +24,15 @@ from scipy.optimize import least_squares
 from preflight.scaling_law import (
     NAMES,
     PARAMETERS,
-    SHARES,
     Array,
     Points,
-    Setup,
     doublings_of,
     log_speed,
     points_of,
     to_theta,
     to_values,
 )
-from preflight.scaling_rows import Row, batch_of, setup_of
+from preflight.scaling_rows import SETUPS, Row
 
 COVERED = 0.9
 LARGE = 256
@@ -53,9 +51,18 @@ class Interval:
     low: float
     high: float
 
+    @classmethod
+    def of_log(cls, middle: float, reach: float) -> Interval:
+        """Return the interval of a logarithm and what it reaches to each side."""
+        return cls(*map(float, np.exp([middle, middle - reach, middle + reach])))
+
     def times(self, factor: float) -> Interval:
         """Return it in another unit."""
         return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+    def named(self, name: str) -> dict[str, float]:
+        """Return it for a record: NAME, NAME_low, NAME_high."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
 @dataclass(frozen=True)
@@ -73,22 +80,13 @@ class Law:
     freedom: int
     by_doubling: float = 0.0
 
-    def predict(self, setup: Setup, series: str, num: int, batch: float) -> Interval:
-        """Return images/s over all devices of a setup whose device is as fast as a series'."""
-        return self.of(self.theta, self.covariance, points_of([(setup, num, batch, self.series.index(series))]))[0]
+    def predict_points(self, points: Points) -> list[Interval]:
+        """Return images/s of each point."""
+        slope, grown = jacobian(self.theta, points), self.by_doubling * doublings_of(points)
+        deviation = np.sqrt(self.noise**2 + np.einsum("ri,ij,rj->r", slope, self.covariance, slope) + grown**2)
+        return [*map(Interval.of_log, log_speed(self.theta, points), self.reach(deviation))]
 
-    def of(self, theta: Array, covariance: Array, points: Points) -> list[Interval]:
-        """Return the prediction of each point, for parameters (S + P,) and their covariance."""
-        num_rates = len(theta) - len(NAMES)
-        middle, slope = log_speed(theta, points, num_rates), jacobian(theta, points, num_rates)
-        grown = self.by_doubling * doublings_of(points)
-        deviation = np.sqrt(self.noise**2 + np.einsum("ri,ij,rj->r", slope, covariance, slope) + grown**2)
-        reach = self.reach(deviation)
-        return [
-            Interval(*map(float, np.exp([m, m - r, m + r]))) for m, r in zip(middle, np.atleast_1d(reach), strict=True)
-        ]
-
-    def reach(self, deviation: Array) -> Array:
+    def reach(self, deviation: Any) -> Any:
         """Return how far an interval goes to each side."""
         return stats.t.ppf((1 + COVERED) / 2, self.freedom) * deviation
 
@@ -120,58 +118,52 @@ def law_of(record: Mapping[str, Any]) -> Law:
     return Law(tuple(record["series"]), *arrays, record["noise"], record["freedom"], record["by_doubling"])
 
 
-def jacobian(theta: Array, points: Points, num_rates: int) -> Array:
+def jacobian(theta: Array, points: Points) -> Array:
     """Return d log images/s / d theta, (R, S + P), by central differences."""
     moved = np.eye(len(theta)) * STEP
-    above, below = (log_speed(theta + sign * moved, points, num_rates) for sign in (1.0, -1.0))
+    above, below = (log_speed(theta + sign * moved, points) for sign in (1.0, -1.0))
     return (above - below).T / (2 * STEP)
 
 
-def _points(rows: Sequence[Row], series: Sequence[str]) -> Points:
-    return points_of([(setup_of(row), row.num, batch_of(row) or 0, series.index(row.series)) for row in rows])
+def row_points(rows: Sequence[Row], series: Sequence[str]) -> Points:
+    """Return the points of rows, by the places of their series."""
+    setups = (dataclasses.replace(SETUPS[row.series], tensor=row.tensor) for row in rows)
+    of = zip(setups, rows, strict=True)
+    return points_of([(setup, row.num, row.batch or 0, series.index(row.series)) for setup, row in of])
 
 
 def _log_speeds(rows: Sequence[Row]) -> Array:
     return np.log([row.images_per_sec or np.nan for row in rows])
 
 
-def fit(rows: Sequence[Row], start: Law | None = None, noise: float | None = None) -> Law:
+def fit(rows: Sequence[Row], start: Law | None = None) -> Law:
     """Fit the law to rows; twice, the second time with the noise that the first one found.
 
     Args:
-        start: a fit of nearly the same rows, to begin at.
-        noise: where it is known; then the law is fitted once.
+        start: a fit of nearly the same rows, to begin at, with its noise; then the law is fitted once.
     """
     series = tuple(dict.fromkeys(row.series for row in rows))
-    points, y, num = _points(rows, series), _log_speeds(rows), len(series)
+    points, y, num = row_points(rows, series), _log_speeds(rows), len(series)
     if start is None:
         rates = [max(y[k] - np.log(row.num) for k, row in enumerate(rows) if row.series == name) for name in series]
         theta = np.concatenate([rates, _MEDIANS])
     else:
-        kept = [start.theta[start.series.index(name)] for name in series]
-        theta = np.concatenate([kept, start.theta[len(start.series) :]])
-    freedom = len(rows) - len(theta)
-    deviation = noise or FIRST_NOISE
-    for _ in range(1 if noise else 2):
-        of_noise = deviation
-        found = least_squares(
-            _residuals(points, y, num, of_noise), theta, _slopes(points, num, of_noise), x_scale="jac"
-        )
-        theta = found.x
-        deviation = float(np.sqrt(np.sum((log_speed(theta, points, num) - y) ** 2) / freedom))
-    covariance = np.linalg.inv(found.jac.T @ found.jac)
-    return Law(series, theta, covariance, deviation, freedom)
-
-
-def _residuals(points: Points, y: Array, num: int, noise: float) -> Callable[[Array], Array]:
-    return lambda theta: np.concatenate(
-        [(log_speed(theta, points, num) - y) / noise, (theta[num:] - _MEDIANS) / _DEVIATIONS]
-    )
-
-
-def _slopes(points: Points, num: int, noise: float) -> Callable[[Array], Array]:
+        rates = [start.theta[start.series.index(name)] for name in series]
+        theta = np.concatenate([rates, start.theta[len(start.series) :]])
+    noise, freedom = start.noise if start else FIRST_NOISE, len(rows) - len(theta)
     of_priors = np.hstack([np.zeros((len(NAMES), num)), np.diag(1 / _DEVIATIONS)])
-    return lambda theta: np.vstack([jacobian(theta, points, num) / noise, of_priors])
+
+    def residuals(theta: Array, noise: float) -> Array:
+        return np.concatenate([(log_speed(theta, points) - y) / noise, (theta[num:] - _MEDIANS) / _DEVIATIONS])
+
+    def slopes(theta: Array, noise: float) -> Array:
+        return np.vstack([jacobian(theta, points) / noise, of_priors])
+
+    for _ in range(1 if start else 2):
+        found = least_squares(residuals, theta, slopes, x_scale="jac", args=(noise,))
+        theta = found.x
+        noise = float(np.sqrt(np.sum((log_speed(theta, points) - y) ** 2) / freedom))
+    return Law(series, theta, np.linalg.inv(found.jac.T @ found.jac), noise, freedom)
 
 
 # --- what was held out ---
@@ -181,29 +173,24 @@ def _slopes(points: Points, num: int, noise: float) -> Callable[[Array], Array]:
 class Held:
     """A place, predicted by a law that has not seen it.
 
-    measured: geometric mean of its rows. error: predicted / measured - 1. alone: the prediction by a law that has seen the
-    smallest place of this series alone, and all of the others; None: it is the smallest. doublings: log2 of its domains.
+    measured: geometric mean of the rows of its systems. fitted: error of the law that has seen it. doublings: log2 of its
+    domains. alone: the prediction by a law that has seen the smallest place of this series alone, and all of the others;
+    None: it is the smallest.
     """
 
     series: str
     num: int
     batch: int
+    systems: int
     measured: float
-    predicted: Interval
     fitted: float
     doublings: float
-    alone: Interval | None = None
-    systems: tuple[str, ...] = field(default=())
+    predicted: Interval
+    alone: Interval | None
 
-    @property
-    def error(self) -> float:
-        """Of the prediction without this place."""
-        return self.predicted.value / self.measured - 1
-
-    @property
-    def alone_error(self) -> float | None:
-        """Of the prediction from the smallest place of the series."""
-        return None if self.alone is None else self.alone.value / self.measured - 1
+    def error(self, of: Interval) -> float:
+        """Return how far a prediction is from what was measured, as a share of it."""
+        return of.value / self.measured - 1
 
 
 def places_of(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
@@ -217,12 +204,9 @@ def places_of(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
 
 def jackknife(rows: Sequence[Row], whole: Law) -> Array:
     """Return the covariance (P, P) of the shared parameters over fits without one series each."""
-    shared = []
-    for name in whole.series:
-        law = fit([row for row in rows if row.series != name], whole, whole.noise)
-        shared.append(law.theta[len(law.series) :])
-    off = np.array(shared) - np.mean(shared, axis=0)
-    return (len(shared) - 1) / len(shared) * off.T @ off
+    laws = [fit([row for row in rows if row.series != name], whole) for name in whole.series]
+    shared = np.array([law.theta[len(law.series) :] for law in laws])
+    return np.cov(shared.T, bias=True) * (len(shared) - 1)
 
 
 def with_shared(law: Law, more: Array) -> Law:
@@ -234,68 +218,60 @@ def with_shared(law: Law, more: Array) -> Law:
 
 
 def held_out(rows: Sequence[Row], whole: Law) -> tuple[Law, list[Held]]:
-    """Leave each place out in turn; and of each series all but the smallest.
+    """Leave each place out once; and of each series all but the smallest.
 
     Returns:
         the law with intervals as wide as the series differ, and the places.
     """
     places, more = places_of(rows), jackknife(rows, whole)
-    smallest = {name: min(num for series, num in places if series == name) for name, _ in places}
+    smallest: dict[str, int] = {}
+    for name, num in places:
+        smallest.setdefault(name, num)
+
+    def fit_without(is_left_out: Any) -> Law:
+        return with_shared(fit([row for row in rows if not is_left_out(row)], whole), more)
+
     from_smallest = {
-        name: with_shared(fit([row for row in rows if row.series != name or row.num == num], whole, whole.noise), more)
+        name: fit_without(lambda row, name=name, num=num: row.series == name and row.num != num)
         for name, num in smallest.items()
     }
-    found = []
-    for place, of in places.items():
-        law = with_shared(fit([row for row in rows if row.place != place], whole, whole.noise), more)
-        (name, num), measured = place, float(np.exp(_log_speeds(of).mean()))
-        found.append(
-            Held(
-                *place,
-                batch=batch_of(of[0]) or 0,
-                measured=measured,
-                predicted=_of_place(law, of),
-                fitted=_of_place(whole, of).value / measured - 1,
-                doublings=float(doublings_of(_points(of[:1], whole.series))[0]),
-                alone=None if num == smallest[name] else _of_place(from_smallest[name], of),
-                systems=tuple(row.system for row in of),
-            )
-        )
-    by_doubling = _by_doubling(found, whole)
-    return (
-        dataclasses.replace(with_shared(whole, more), by_doubling=by_doubling),
-        [_grown(each, by_doubling, whole) for each in found],
-    )
+    held = []
+    for (name, num), of in places.items():
+        law, measured = fit_without(lambda row, of=of: row.place == of[0].place), float(np.exp(_log_speeds(of).mean()))
+        fitted = _predict_place(whole, of).value / measured - 1
+        doublings = float(doublings_of(row_points(of[:1], whole.series))[0])
+        alone = None if num == smallest[name] else _predict_place(from_smallest[name], of)
+        predicted = _predict_place(law, of)
+        held.append(Held(name, num, of[0].batch or 0, len(of), measured, fitted, doublings, predicted, alone))
+    by_doubling = _by_doubling(held, whole)
+    law = dataclasses.replace(with_shared(whole, more), by_doubling=by_doubling)
+    return law, [_widened(each, by_doubling, whole) for each in held]
 
 
 def _by_doubling(held: Sequence[Held], law: Law) -> float:
     """Return the least deviation for each doubling of the domains with which intervals hold what they are said to."""
+
+    def needed(of: Interval, place: Held) -> float:
+        """Return how much one place needs; in one domain nothing is added, so it needs nothing."""
+        own, wanted = (np.log(value / of.value) / law.reach(1.0) for value in (of.high, place.measured))
+        return float(np.sqrt(max(0.0, wanted**2 - own**2)) / place.doublings) if place.doublings else 0.0
+
     of_groups = []
     for least in (0, LARGE):
         large = [each for each in held if each.num >= least]
-        for pairs in (
-            [(each.predicted, each) for each in large],
-            [(each.alone, each) for each in large if each.alone is not None],
-        ):
-            needed = [_needed(told, each, law) for told, each in pairs]
-            of_groups.append(float(np.quantile(needed, COVERED, method="higher")))
+        for way in ([needed(of.predicted, of) for of in large], [needed(of.alone, of) for of in large if of.alone]):
+            of_groups.append(float(np.quantile(way, COVERED, method="higher")))
     return max(of_groups)
 
 
-def _needed(told: Interval, held: Held, law: Law) -> float:
-    """Return how much for each doubling one place needs; in one domain nothing is added, so it needs nothing."""
-    own, wanted = (np.log(value / told.value) / law.reach(1.0) for value in (told.high, held.measured))
-    return float(np.sqrt(max(0.0, wanted**2 - own**2)) / held.doublings) if held.doublings else 0.0
-
-
-def _of_place(law: Law, of: Sequence[Row]) -> Interval:
+def _predict_place(law: Law, of: Sequence[Row]) -> Interval:
     """Return the prediction of a place: the geometric mean over its rows, with the interval of the first."""
-    intervals = law.of(law.theta, law.covariance, _points(of, law.series))
+    intervals = law.predict_points(row_points(of, law.series))
     mean = float(np.exp(np.mean([np.log(each.value) for each in intervals])))
     return intervals[0].times(mean / intervals[0].value)
 
 
-def _grown(held: Held, by_doubling: float, law: Law) -> Held:
+def _widened(held: Held, by_doubling: float, law: Law) -> Held:
     """Return a place with the intervals of a law whose deviation grows."""
 
     def wide(of: Interval) -> Interval:
@@ -303,22 +279,4 @@ def _grown(held: Held, by_doubling: float, law: Law) -> Held:
         factor = float(np.exp(law.reach(np.hypot(own, by_doubling * held.doublings))))
         return Interval(of.value, of.value / factor, of.value * factor)
 
-    alone = None if held.alone is None else wide(held.alone)
-    return dataclasses.replace(held, predicted=wide(held.predicted), alone=alone)
-
-
-def sensitivity(law: Law, points: Points, num_rates: int) -> dict[str, tuple[float, float]]:
-    """Return parameter -> (change of images/s, in %, for 1 % more of it; and for one deviation of its), of one point."""
-    slope = jacobian(law.theta, points, num_rates)[0]
-    deviation = np.sqrt(np.diag(law.covariance))
-    names = ["rate", *NAMES]
-    rate = int(points.rate[0])
-    at = [rate, *range(num_rates, len(law.theta))]
-    values = dict(zip(NAMES, to_values(law.theta[num_rates:]), strict=True))
-    return {
-        name: (
-            float(slope[place] / (1 - values[name] if name in SHARES else 1)),
-            float(100 * np.expm1(slope[place] * deviation[place])),
-        )
-        for name, place in zip(names, at, strict=True)
-    }
+    return dataclasses.replace(held, predicted=wide(held.predicted), alone=held.alone and wide(held.alone))

@@ -21,9 +21,9 @@ arXiv:2006.15704.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,14 +37,8 @@ INNER_SHARE = 0.8  # of an inner link's nominal bandwidth, what NCCL's tests rea
 REFERENCE_TFLOP = 2.41  # an image and step of SD2 at 512 px from moments: what b0 is counted in
 NODE_LINKS = {"nvlink3": 300.0, "nvlink4": 450.0, "nvlink5": 900.0, "pcie4": 32.0, "pcie5": 64.0}
 """Inner link -> GB/s of a device and direction: NVIDIA's data sheets of A100, H100 and B200; PCIe x16."""
-CLUSTER_LINKS = {
-    "infiniband_hdr": 25.0,
-    "infiniband_ndr": 50.0,
-    "ethernet_3200": 50.0,
-    "ethernet_1600": 25.0,
-    "ethernet_400": 6.25,
-    "ethernet_100": 1.5625,
-}
+CLUSTER_LINKS = {"infiniband_hdr": 25.0, "infiniband_ndr": 50.0}
+CLUSTER_LINKS |= {f"ethernet_{gbit}": gbit / 64 for gbit in (3200, 1600, 400, 100)}
 """Outer link -> GB/s of a device and direction. InfiniBand: 200 and 400 Gbit/s a device; Ethernet: Gbit/s of a node of 8."""
 
 
@@ -98,19 +92,18 @@ class Setup:
     tensor: int = 1
 
 
-@dataclass(frozen=True)
-class Points:
+class Points(NamedTuple):
     """Points to predict, as arrays (R,): of a setup each its devices, global batch and the place of its rate."""
 
     rate: Array
+    outer_of: Array
+    fixed_of: Array
     num: Array
     batch: Array
     domain: Array
     inner_sec: Array
     across_gb: Array
     outer: Array
-    outer_of: Array
-    fixed_of: Array
     scale: Array
     microbatch: Array
     passes: Array
@@ -143,31 +136,23 @@ def domain_of(setup: Setup, num: int) -> int:
 
 def points_of(given: Sequence[tuple[Setup, int, float, int]]) -> Points:
     """Return (setup, devices, global batch, place of its rate) as arrays."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for setup, num, batch, rate in given:
         domain, gb = domain_of(setup, num), setup.volume * setup.gradient_gb / setup.tensor
         inner = domain / setup.tensor  # devices of a domain that exchange one part with each other
         hops = np.ceil(setup.gradient_gb / setup.tensor / BUCKET_GB) * 2 * np.log2(inner) * INNER_HOP_SEC
-        is_named = isinstance(setup.outer, str)
-        microbatch = min(setup.microbatch or np.inf, batch / num)
-        rows.append(
-            {
-                "passes": float(np.ceil(batch / num / microbatch - 1e-9)),
-                "rate": rate,
-                "num": float(num),
-                "batch": float(batch),
-                "domain": float(domain),
-                "inner_sec": gb * (1 - 1 / inner) / (INNER_SHARE * setup.inner) + hops,
-                "across_gb": gb / inner * (1 - domain / num),
-                "outer": 1.0 if is_named else setup.outer,
-                "outer_of": NAMES.index(str(setup.outer) if is_named else "link_share"),
-                "fixed_of": NAMES.index(f"fixed_{setup.fixed}"),
-                "scale": REFERENCE_TFLOP / setup.tflop,
-                "microbatch": microbatch,
-            }
+        inner_sec, across_gb = (
+            gb * (1 - 1 / inner) / (INNER_SHARE * setup.inner) + hops,
+            gb / inner * (1 - domain / num),
         )
-    whole = ("rate", "outer_of", "fixed_of")
-    return Points(**{key: np.array([row[key] for row in rows], int if key in whole else float) for key in rows[0]})
+        outer, outer_of = (1.0, setup.outer) if isinstance(setup.outer, str) else (setup.outer, "link_share")
+        microbatch = min(setup.microbatch or np.inf, batch / num)
+        passes = np.ceil(batch / num / microbatch - 1e-9)
+        places = rate, NAMES.index(outer_of), NAMES.index(f"fixed_{setup.fixed}")
+        of_setup = outer, REFERENCE_TFLOP / setup.tflop, microbatch, passes
+        rows.append((*places, num, batch, domain, inner_sec, across_gb, *of_setup))
+    columns = np.array(rows, float).T
+    return Points(*columns[:3].astype(int), *columns[3:])
 
 
 def doublings_of(points: Points) -> Array:  # -> (R,)
@@ -175,7 +160,7 @@ def doublings_of(points: Points) -> Array:  # -> (R,)
     return np.log2(points.num / points.domain)
 
 
-def log_speed(theta: Array, points: Points, num_rates: int) -> Array:
+def log_speed(theta: Array, points: Points) -> Array:
     """Return log images/s over all devices.
 
     Args:
@@ -184,7 +169,7 @@ def log_speed(theta: Array, points: Points, num_rates: int) -> Array:
     Returns:
         (..., R).
     """
-    rate, shared = np.exp(theta[..., points.rate]), to_values(theta[..., num_rates:])
+    rate, shared = np.exp(theta[..., points.rate]), to_values(theta[..., -len(NAMES) :])
 
     def of(name: str) -> Array:
         return shared[..., NAMES.index(name), None]
@@ -196,18 +181,3 @@ def log_speed(theta: Array, points: Points, num_rates: int) -> Array:
     seen = exchanged - of("hidden") * BACKWARD_FRAC * (points.microbatch + fixed) / rate
     seen = (seen + np.sqrt(seen**2 + ROUNDED_SEC**2)) / 2 * (points.num > 1)
     return np.log(points.batch) - np.log(computed + seen + 2 * of("hop_sec") * doublings_of(points))
-
-
-def parts(theta: Array, points: Points, num_rates: int) -> list[Mapping[str, float]]:
-    """Return what a step's time is made of, s: computed, fixed, jitter, exchange that is not hidden, hops; (R) of them."""
-    values = to_values(theta[num_rates:])
-    shared = dict(zip(NAMES, values, strict=True))
-    rate = np.exp(theta)[points.rate]
-    step = points.batch / np.exp(log_speed(theta, points, num_rates))
-    computed = points.batch / points.num / rate
-    fixed = points.passes * values[points.fixed_of] * points.scale / rate
-    jitter = (computed + fixed) * shared["jitter"] * np.sqrt(2 * np.log(points.num))
-    hops = 2 * shared["hop_sec"] * doublings_of(points)
-    of = {"computed": computed, "fixed": fixed, "jitter": jitter, "hops": hops}
-    of["exchange"] = step - sum(of.values())
-    return [{name: float(values[row]) for name, values in of.items()} for row in range(len(step))]

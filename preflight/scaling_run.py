@@ -2,72 +2,110 @@
 
 A device is as fast as that of a record, or of a published series. FLOPs carry the rate from one network to another: the same
 TFLOP/s of a device, so at the same utilisation.
+
+Failures are a Poisson process:
+
+    M      mean time between failures of the whole run, s: that of a device over their number
+    d      seconds that a checkpoint holds up training
+    R      seconds from a failure until training goes on
+    w      seconds of training between two checkpoints
+
+A segment is done when w + d pass without a failure. Until then each failure costs what has passed and a restart, which may
+fail too. Its expected time is M exp(R / M) (exp((w + d) / M) - 1): Daly 2006, "A higher order estimate of the optimum
+checkpoint interval for restart dumps", Future Generation Computer Systems 22.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from cli.limits import shown
+from cli.limits import limited, shown
 from preflight.plan import images_of
-from preflight.scaling_devices import MICROBATCH, RESULTS, SETTINGS, Exchange, Measured, Step, exchange_of
-from preflight.scaling_failures import daly_sec, overhead_frac
-from preflight.scaling_fit import Interval, Law, jacobian
-from preflight.scaling_law import REFERENCE_TFLOP, Setup, doublings_of, fixed_of, points_of
+from preflight.scaling_devices import MICROBATCH, RESULTS, SETTINGS, Measured, Predictor, Step, exchange_of
+from preflight.scaling_fit import Interval, jacobian
+from preflight.scaling_law import REFERENCE_TFLOP, doublings_of, fixed_of
 from reports.compare_records import NOT_RECORDED
 from zoo import load_family
 
-GENERATED, STEPS, PASSES = 30_000, 50, 2  # images of an evaluation, steps, with and without the caption
-EVAL_IMAGES = GENERATED * STEPS * PASSES / 3  # forward passes in training images: a backward pass is twice one
+EVAL_IMAGES = (
+    30_000 * 50 * 2 / 3
+)  # images of 50 steps with guidance, in training images: a backward pass is two forward ones
 SCORING_SEC = 8 * 65.0  # of a device: NVIDIA's logs, 65 s on 8 H100
-BYTES_A_SAMPLE = {"moments": "ours_bytes_a_sample", "images": "images_bytes_a_sample"}
-CPU_A_SAMPLE = {
-    "moments": ("data_speed", "ours_worker_cpu_us_a_sample"),
-    "images": ("images_speed", "ours_cpu_us_an_image"),
-}
-"""Stage -> where reports/results/ has the bytes (data_speed.json) and the processor time of a sample of 512 px."""
 GPUS_A_NODE = 8
 ENDS = ("", "_low", "_high")
-MEASURED_PX = 512 * 512  # images of those records
+MEASURED_PX = 512 * 512  # images of the committed records of data
 MEASURED_MOMENTS_BYTES = 2 * 8 * 64 * 64  # of SD2 at 512 px; the rest of a sample there is its caption
+LLAMA_HOURS = 16_384 * 54 * 24 / 419
+"""Device-hours a failure: 419 unexpected interruptions in 54 days on 16,384 H100. The Llama 3 Herd of Models,
+arXiv:2407.21783, section 3.3.4."""
+NEVER = 30.0
+"""w + d and R over M, together: exp() of it is 1e13. A run that takes so many times its training never ends."""
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """The keys of preflight.scaling."""
+
+    gpu: Literal["A100", "H100", "H200", "B200", "GB200"] | None = None
+    """Kind of GPU. null: the records', and H200 without one."""
+    gpus: tuple[int, ...] = limited((8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), 1, 65536)
+    """Numbers of GPUs."""
+    node_link: Literal["nvlink3", "nvlink4", "nvlink5", "pcie4", "pcie5"] | None = None
+    """Link within a domain. null: the GPU's usual one."""
+    cluster_link: (
+        Literal["infiniband_hdr", "infiniband_ndr", "ethernet_3200", "ethernet_1600", "ethernet_400", "ethernet_100"]
+        | None
+    ) = None
+    """Link between domains; Ethernet by the Gbit/s of a node of 8. null: the GPU's usual one."""
+    domain: int | None = limited(None, 1, 4096)
+    """GPUs that the inner link joins. null: 8, of GB200 72."""
+    images: int | None = limited(None, 1)
+    """Images to train. null: those of the run's max_duration."""
+    price_per_gpu_hour: float | None = limited(None, 0.0, above=True)
+    """Price of a GPU for an hour, in any currency. null: no cost is told."""
+    price_date: str | None = None
+    """Of the price, as 2026-11-25; it belongs to a price."""
+    mtbf_hours: float = limited(round(LLAMA_HOURS, -2), 1.0)
+    """Hours between two failures of a GPU; the default is Llama 3's training: arXiv:2407.21783, section 3.3.4."""
+    resume_sec: float = limited(300.0, 0.0)
+    """Seconds from a failure until training goes on. The default is of the 80 to 340 that MLPerf's submissions start in."""
+    write_gib_per_sec: float = limited(1.0, 0.0, above=True)
+    """Speed at which a checkpoint is written."""
+    holds_up: bool = True
+    """Training waits while a checkpoint is written."""
+    eval_gpu_sec: float | None = limited(None, 0.0, above=True)
+    """Seconds of a measured evaluation times its GPUs. null: by its FLOPs."""
+    store_mb_per_sec: float | None = limited(None, 0.0, above=True)
+    """What the store gives each node. null: no limit is reckoned."""
+    cores: int | None = limited(None, 1, 4096)
+    """Processor cores of a node for its loaders. null: no limit is reckoned."""
+    results: str = "scaling/scaling.json"
+    """File of the record; the pictures lie beside it."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run is, as far as its cost goes. TFLOP: an image and training step.
+    """What a run is, as far as its cost goes.
 
-    each_pass: see Exchange. save_images: images between two checkpoints; 0: it saves none. area: of an image, over 512 x 512
-    px. floats: bytes of a sample's stored moments and text states over SD2's moments at 512 px.
+    save_images: images between two checkpoints; 0: it saves none. sample_bytes, sample_cpu_sec: of reading a sample; None:
+    nothing is read.
     """
 
     name: str
-    tflop: float
-    parameters: int
+    step: Step
     batch: int
-    microbatch: int | None
     images: int
-    fixed: str = "plain"
-    gradient_bytes: int = 4
-    volume: float = 2.0
-    stage: str | None = None
     num_evals: int = 0
     checkpoint_gib: float = 0.0
-    each_pass: bool = False
     save_images: int = 0
-    area: float = 1.0
-    floats: float = 1.0
-
-    @property
-    def step(self) -> Step:
-        """Its step."""
-        exchange = Exchange(self.gradient_bytes, self.volume, self.each_pass)
-        return Step(self.fixed, self.tflop, self.parameters, self.microbatch, exchange)
+    sample_bytes: float | None = None
+    sample_cpu_sec: float | None = None
 
 
 def facts_of(config: Any, cost: Any, name: str, images: int | None) -> Facts:
@@ -84,238 +122,169 @@ def facts_of(config: Any, cost: Any, name: str, images: int | None) -> Facts:
     if images is None:
         given = f"{config.max_duration}; how many images that is cannot be known before the data is read"
         raise ValueError(f"max_duration: {given}. Possible: batches or samples. Give images=NUMBER, or 850000ba.")
-    of = exchange_of(config.precision, config.sharding)
     microbatch = config.device_train_microbatch_size
-    every = config.eval.every_images if config.eval.when == "in_training" else None
-    saves = config.save.is_on
-    return Facts(
-        name,
+    step = Step(
+        fixed_of(config.model.family, config.cuda_graphs),
         cost.flops_per_image / 1e12,
         cost.trained_parameters,
-        config.global_batch_size,
         microbatch if isinstance(microbatch, int) else None,
+        exchange_of(config.precision, config.sharding),
+    )
+    every = config.eval.every_images if config.eval.when == "in_training" else None
+    return Facts(
+        name,
+        step,
+        config.global_batch_size,
         images,
-        fixed_of(config.model.family, config.cuda_graphs),
-        of.gradient_bytes,
-        of.volume,
-        stage=None if config.data.synthetic else config.data.stage,
         num_evals=images // every if every else 0,
-        checkpoint_gib=cost.checkpoint_gib(ema=config.ema.enabled) if saves else 0.0,
-        each_pass=of.each_pass,
+        checkpoint_gib=cost.checkpoint_gib(ema=config.ema.enabled) if config.save.is_on else 0.0,
         save_images=config.save.every_images or 0,
-        area=math.prod(config.size) / MEASURED_PX,
-        floats=_stored_bytes(config) / MEASURED_MOMENTS_BYTES,
+        **({} if config.data.synthetic else _of_sample(config)),
     )
 
 
-def _stored_bytes(config: Any) -> int:
-    """Return the bytes of a sample's columns of numbers with a fraction, as a stage of moments stores them."""
+def _of_sample(config: Any) -> dict[str, float]:
+    """Return bytes and processor seconds of a sample of this run's size, by the committed records of 512 px.
+
+    An image's file and its processor time grow with its area; moments and text states have their exact bytes, and are read
+    at the processor time that was measured.
+    """
+    speed, images = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("data_speed", "images_speed"))
+    if config.data.stage == "images":
+        area = math.prod(config.size) / MEASURED_PX
+        cpu_sec = 1e-6 * images["ours_cpu_us_an_image"]
+        return {"sample_bytes": area * speed["images_bytes_a_sample"], "sample_cpu_sec": area * cpu_sec}
     family = load_family(config.model.family, config.model.preset, config.model.variant)
     columns = family.columns("moments", config.size, stored_text=config.data.text == "stored").values()
-    return sum(math.prod(of.shape) * of.dtype.itemsize for of in columns if of.dtype.is_floating_point)
+    floats = sum(math.prod(of.shape) * of.dtype.itemsize for of in columns if of.dtype.is_floating_point)
+    num_bytes = speed["ours_bytes_a_sample"] + floats - MEASURED_MOMENTS_BYTES
+    return {"sample_bytes": num_bytes, "sample_cpu_sec": 1e-6 * speed["ours_worker_cpu_us_a_sample"]}
 
 
-def settings_of(config: Any) -> dict[str, Any]:
-    """Return what a record has of a run's settings, by the record's keys."""
-    what = {key: getattr(config.model, key) for key in ("family", "preset", "variant")}
-    what |= {"stage": config.data.stage, "synthetic": config.data.synthetic}
-    what |= {"image_size": list(config.size), "ema": config.ema.enabled}
-    return {**what, MICROBATCH: config.device_train_microbatch_size, **{key: getattr(config, key) for key in SETTINGS}}
-
-
-def differences(settings: Mapping[str, Any], run: Measured) -> list[str]:
+def differences(config: Any, run: Measured) -> list[str]:
     """Return `key (the record's value, here the run's)` of what a record and a run do not share, as far as it has them."""
-    found = []
-    for key, own in settings.items():
-        given = run.record.what.get(key, run.record.settings.get(key, NOT_RECORDED))
-        given = [given, given] if key == "image_size" and isinstance(given, int) else given
-        if given is not NOT_RECORDED and given is not None and own != "auto" and given != own:
-            found.append(f"{key} ({shown(_plain(given))}, here {_plain(own)})")
-    return found
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return " x ".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    own = {key: getattr(config.model, key) for key in ("family", "preset", "variant")}
+    own |= {"stage": config.data.stage, "synthetic": config.data.synthetic, "image_size": list(config.size)}
+    own |= {"ema": config.ema.enabled, **{key: getattr(config, key) for key in (MICROBATCH, *SETTINGS)}}
+    record = {**run.record.settings, **{key: of for key, of in run.record.what.items() if of is not NOT_RECORDED}}
+    if isinstance(side := record.get("image_size"), int):
+        record["image_size"] = [side, side]
+    apart = [key for key in own if record.get(key) not in (None, own[key]) and own[key] != "auto"]
+    return [f"{key} ({shown(str(record[key]))}, here {own[key]})" for key in apart]
 
 
 # --- what is not the step ---
 
 
-def read_figures() -> dict[str, dict[str, float]]:
-    """Return bytes and processor seconds of a sample by stage, from the committed records."""
-    records = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in ("data_speed", "images_speed")}
-    return {
-        stage: {
-            "bytes": records["data_speed"][BYTES_A_SAMPLE[stage]],
-            "cpu_sec": 1e-6 * records[CPU_A_SAMPLE[stage][0]][CPU_A_SAMPLE[stage][1]],
-        }
-        for stage in BYTES_A_SAMPLE
-    }
+def daly_sec(d: float, m: float) -> float:
+    """Return Daly's higher-order w; where checkpoints are short it is Young's, sqrt(2 d M)."""
+    if d >= 2 * m:
+        return m
+    x = d / (2 * m)
+    return math.sqrt(2 * d * m) * (1 + math.sqrt(x) / 3 + x / 9) - d
 
 
-def eval_sec(num: int, tflops_a_device: float, share: float = 1.0, device_sec: float | None = None) -> float:
+def overhead_frac(w: float, d: float, r: float, m: float) -> float:
+    """Return the expected time of a run over that of its training alone, less 1: checkpoints, lost work and restarts.
+
+    A run without checkpoints is one segment: w its whole training, d 0. inf: it never ends.
+    """
+    if (w + d + r) / m > NEVER or not w:
+        return math.inf
+    return m * math.exp(r / m) * math.expm1((w + d) / m) / w - 1
+
+
+def eval_sec(num: int, tflops_a_device: float, share: float = 1.0) -> float:
     """Return the seconds of an evaluation on N devices: 30,000 images of 50 steps with guidance, and their scoring.
 
     Args:
         tflops_a_device: delivered in training.
         share: of it, delivered in an evaluation.
-        device_sec: a measured one's seconds times its devices; None: by FLOPs.
     """
-    if device_sec is not None:
-        return device_sec / num
     return (EVAL_IMAGES * REFERENCE_TFLOP / tflops_a_device + SCORING_SEC) / share / num
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What the command's keys say of machines, failures and money; see preflight.scaling.ScalingConfig."""
-
-    mtbf_hours: float
-    resume_sec: float
-    write_gib_per_sec: float
-    holds_up: bool
-    eval_gpu_sec: float | None
-    store_mb_per_sec: float | None
-    cores: int | None
-    price: float | None
+def estimates(
+    predictor: Predictor, facts: Facts, nums: Sequence[int], config: ScalingConfig, eval_share: float
+) -> list[dict[str, Any]]:
+    """Return a row for each number of devices; times: the speed over that of the first one, a node."""
+    rows = [estimate(predictor, facts, num, config, eval_share) for num in nums]
+    return [{**row, **_over_one_node(predictor, row, rows[0])} for row in rows]
 
 
-def figures_of(facts: Facts, figures: Mapping[str, Mapping[str, float]]) -> dict[str, float] | None:
-    """Return bytes and processor seconds of a sample of this run's size; None: nothing is read, or known.
-
-    An image's file and its processor time grow with its area; moments and text states have their exact bytes, and are read
-    at the processor time that was measured.
-    """
-    of = figures.get(facts.stage or "")
-    if of is None:
-        return None
-    if facts.stage == "images":
-        return {key: value * facts.area for key, value in of.items()}
-    return {**of, "bytes": of["bytes"] + (facts.floats - 1) * MEASURED_MOMENTS_BYTES}
-
-
-def limit_of(of: Mapping[str, float] | None, rates: Rates) -> dict[str, float]:
-    """Return what limits a node's images/s: `the store`, `cores`; only what is given. of: see figures_of."""
-    if of is None:
-        return {}
-    found = {}
-    if rates.store_mb_per_sec is not None:
-        found["the store"] = 1e6 * rates.store_mb_per_sec / of["bytes"]
-    if rates.cores is not None:
-        found["cores"] = rates.cores / of["cpu_sec"]
-    return found
-
-
-def estimate(
-    law: Law,
-    rate: str,
-    setup: Setup,
-    facts: Facts,
-    num: int,
-    rates: Rates,
-    figures: Mapping[str, Mapping[str, float]],
-    eval_share: float = 1.0,
-) -> dict[str, Any]:
+def estimate(predictor: Predictor, facts: Facts, num: int, config: ScalingConfig, share: float = 1.0) -> dict[str, Any]:
     """Return a row: a run on N devices. Where there are more devices than images of a batch, the batch is raised to them.
 
     A time without an end is inf.
     """
-    batch, nodes, of = max(facts.batch, num), max(1, num / GPUS_A_NODE), figures_of(facts, figures)
-    speed, limit = _speed(law, rate, setup, facts, num, limit_of(of, rates))
-    tflops = float(np.exp(law.theta[law.series.index(rate)])) * facts.tflop
-    evaluation = facts.num_evals * eval_sec(num, tflops, eval_share, rates.eval_gpu_sec)
-    trained = {
-        end: _over(facts.images, value) for end, value in zip(ENDS, (speed.value, speed.high, speed.low), strict=True)
-    }
-    failed = {end: _failures(facts, num, rates, seconds + evaluation) for end, seconds in trained.items()}
-    wall = {end: (seconds + evaluation) * (1 + failed[end]["overhead_frac"]) for end, seconds in trained.items()}
-    price = rates.price
-    row: dict[str, Any] = {"num": num, "global_batch_size": batch, "limit": limit}
-    row |= _ends("images_per_sec", speed)
-    row |= {"train_hours": trained[""] / 3600, "eval_hours": evaluation / 3600}
-    row |= {f"days{end}": seconds / 86400 for end, seconds in wall.items()}
-    row |= {f"gpu_hours{end}": num * seconds / 3600 for end, seconds in wall.items()}
-    row |= {f"cost{end}": None if price is None else price * num * seconds / 3600 for end, seconds in wall.items()}
-    row |= failed[""]
-    row |= {"node_mb_per_sec": speed.value / nodes * of["bytes"] / 1e6 if of else None}
-    return row | {"node_cores": speed.value / nodes * of["cpu_sec"] if of else None}
+    batch, nodes = max(facts.batch, num), max(1, num / GPUS_A_NODE)
+    speed, limit = _limited(predictor.predict(num, batch), nodes, facts, config)
+    tflops = math.exp(predictor.law.theta[predictor.law.series.index(predictor.rate)]) * facts.step.tflop
+    each = config.eval_gpu_sec / num if config.eval_gpu_sec else eval_sec(num, tflops, share)
+    evaluation, price = facts.num_evals * each, config.price_per_gpu_hour
+    row = {"num": num, "global_batch_size": batch, "limit": limit, **speed.named("images_per_sec")}
+    row |= {"train_hours": facts.images / speed.value / 3600, "eval_hours": evaluation / 3600}
+    for end, value in zip(ENDS, (speed.value, speed.high, speed.low), strict=True):
+        seconds = facts.images / value + evaluation
+        failures = _failures(facts, num, config, seconds)
+        wall = seconds * (1 + (failures["overhead_frac"] or 0.0))
+        row |= {f"days{end}": wall / 86400, f"gpu_hours{end}": num * wall / 3600}
+        row |= {f"cost{end}": None if price is None else price * num * wall / 3600}
+        row |= {} if end else failures
+    for key, of, unit in (("mb_per_sec", facts.sample_bytes, 1e-6), ("cores", facts.sample_cpu_sec, 1.0)):
+        row[f"node_{key}"] = None if of is None else speed.value / nodes * of * unit
+    return row
 
 
-def _speed(
-    law: Law, rate: str, setup: Setup, facts: Facts, num: int, limits: Mapping[str, float]
-) -> tuple[Interval, str | None]:
-    """Return images/s on N devices, and what limits them where data do; limits: of a node."""
-    speed, nodes = facts.step.predict(law, rate, setup, num, max(facts.batch, num)), max(1, num / GPUS_A_NODE)
-    limit = min(limits, key=limits.__getitem__, default=None)
-    if limit is None or (most := nodes * limits[limit]) >= speed.value:
+def _limited(speed: Interval, nodes: float, facts: Facts, config: ScalingConfig) -> tuple[Interval, str | None]:
+    """Return images/s, and what limits them where data do: the store or the cores of a node."""
+    limits = []
+    if facts.sample_bytes and config.store_mb_per_sec:
+        limits.append((nodes * (1e6 * config.store_mb_per_sec / facts.sample_bytes), "the store"))
+    if facts.sample_cpu_sec and config.cores:
+        limits.append((nodes * (config.cores / facts.sample_cpu_sec), "cores"))
+    most, limit = min(limits, default=(math.inf, None))
+    if most >= speed.value:
         return speed, None
     return Interval(most, min(most, speed.low), min(most, speed.high)), limit
 
 
-def over_one_node(
-    law: Law,
-    rate: str,
-    setup: Setup,
-    facts: Facts,
-    row: Mapping[str, Any],
-    base: Mapping[str, Any],
-) -> dict[str, float]:
+def _over_one_node(predictor: Predictor, row: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, float]:
     """Return the speed of a row over that of one node of 8, `base`, with its interval by the law's delta method on both.
 
     What both depend on, the rate first of all, cancels out. Where data limit one of them, their intervals are divided.
     """
-    ends = [row[f"images_per_sec{end}"] for end in ENDS]
+    speeds, of_base = ([of[f"images_per_sec{end}"] for end in ENDS] for of in (row, base))
     if row["num"] == base["num"]:
-        return _ends("times", Interval(1.0, 1.0, 1.0))
-    times = _over(ends[0], base["images_per_sec"])
+        return Interval(1.0, 1.0, 1.0).named("times")
+    times, law = speeds[0] / of_base[0], predictor.law
     if row["limit"] or base["limit"]:
-        low, high = _over(ends[1], base["images_per_sec_high"]), _over(ends[2], base["images_per_sec_low"])
-        return _ends("times", Interval(times, low, high))
-    place, exchange = law.series.index(rate), facts.step.exchange
-    of = [
-        (setup, each["num"], exchange.batch(setup, each["num"], each["global_batch_size"]), place)
-        for each in (row, base)
-    ]
-    points = points_of(of)
-    one, other = jacobian(law.theta, points, len(law.series))
+        return Interval(times, speeds[1] / of_base[2], speeds[2] / of_base[1]).named("times")
+    points = predictor.points([(of["num"], of["global_batch_size"]) for of in (row, base)])
+    slope, other = jacobian(law.theta, points)
+    slope = slope - other
     grown = law.by_doubling * np.diff(doublings_of(points))[0]
-    deviation = np.sqrt(2 * law.noise**2 + (one - other) @ law.covariance @ (one - other) + grown**2)  # a noise each
-    reach = float(np.exp(law.reach(deviation)))
-    return _ends("times", Interval(times, times / reach, times * reach))
+    deviation = np.sqrt(2 * law.noise**2 + slope @ law.covariance @ slope + grown**2)  # a noise each
+    factor = float(np.exp(law.reach(deviation)))
+    return Interval(times, times / factor, times * factor).named("times")
 
 
-def _over(value: float, by: float) -> float:
-    return value / by if by else math.inf
-
-
-def _ends(name: str, interval: Interval) -> dict[str, float]:
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
-
-
-def _failures(facts: Facts, num: int, rates: Rates, seconds: float) -> dict[str, float | None]:
+def _failures(facts: Facts, num: int, config: ScalingConfig, seconds: float) -> dict[str, float | None]:
     """Return the best cadence and what it costs; and what the run's own costs. `seconds`: of training and evaluations.
 
     A checkpoint written beside training holds up nothing, but takes its time. Without checkpoints the run is one segment, and
     has no cadence.
     """
-    between = 3600 * rates.mtbf_hours / num
-    if not facts.checkpoint_gib:
-        cost = overhead_frac(seconds, 0.0, rates.resume_sec, between)
-        cadence: dict[str, float | None] = {"save_sec": 0.0, "save_every_sec": None, "without_failures_frac": 0.0}
-        own: dict[str, float | None] = {"own_every_sec": None, "own_frac": None}
-        return {"mtbf_hours": rates.mtbf_hours / num, **cadence, "overhead_frac": cost, **own}
-    writes = facts.checkpoint_gib / rates.write_gib_per_sec
-    held = writes if rates.holds_up else 0.0
-    every = max(daly_sec(held, between) if held else 0.0, writes, 1.0)
-    said: dict[str, float | None] = {
-        "mtbf_hours": rates.mtbf_hours / num,
-        "save_sec": held,
+    between, resume = 3600 * config.mtbf_hours / num, config.resume_sec
+    writes = facts.checkpoint_gib / config.write_gib_per_sec
+    held = writes if config.holds_up else 0.0
+    every, own = (max(daly_sec(held, between) if held else 0.0, writes, 1.0) if writes else None), None
+    if writes and facts.save_images:
+        own = max(min(facts.save_images / facts.images, 1.0) * seconds, 0.0 if config.holds_up else writes)
+    return {
+        "mtbf_hours": config.mtbf_hours / num,
         "save_every_sec": every,
-        "overhead_frac": overhead_frac(every, held, rates.resume_sec, between),
-        "without_failures_frac": held / every,
+        "overhead_frac": overhead_frac(seconds if every is None else every, held, resume, between),
+        "own_every_sec": own,
+        "own_frac": None if own is None else overhead_frac(own, held, resume, between),
     }
-    own_sec = max(min(facts.save_images / facts.images, 1.0) * seconds, 0.0 if rates.holds_up else writes)
-    own = {"own_every_sec": own_sec, "own_frac": overhead_frac(own_sec, held, rates.resume_sec, between)}
-    return said | (own if facts.save_images else dict.fromkeys(own))
