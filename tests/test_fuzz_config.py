@@ -51,7 +51,8 @@ from bench.store import StoreConfig
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load, schema_keys, to_yaml
-from preflight import run as checks
+from preflight import checks
+from preflight.run import quick_problems, wanted_of_stage
 from prepare import adopt, fid_statistics, latents, look, shards
 from prepare.buckets import BucketsConfig
 from stages import dataset as stage
@@ -361,9 +362,7 @@ def yaml_files(draw: st.DrawFn, schema: type) -> bytes:
 
 
 def quick(config: RunConfig) -> list[configuration.Problem]:
-    return checks.quick_problems(
-        config, config.data.problems(config.global_batch_size, *checks.wanted_of_stage(config))
-    )
+    return quick_problems(config, config.data.problems(config.global_batch_size, *wanted_of_stage(config)))
 
 
 def run_of(words: list[str]) -> Any:
@@ -535,7 +534,8 @@ def test_of_any_command_line_comes_a_configuration_or_problems_in_words(places, 
         assert to_yaml(again) == to_yaml(config)
         if name == "benchmark" and len(traced) < TRACED and max(config.size) <= 64 and config.model.preset == "tiny":
             traced.append(config)
-            assert all(names_a_place(problem.text) for problem in checks.memory_problems(config))
+            found = [*checks.check_memory(case := checks.Case(config)), *checks.check_disk(case)]
+            assert all(names_a_place(one.text) for one in found if one.level == checks.ERROR)
     assert printed.getvalue() == ""
 
 
