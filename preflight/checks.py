@@ -57,14 +57,7 @@ from zoo.encoders import RANDOM, on_hub, own_weights
 STORE_SEC = 20.0
 CHECK_SEC = 120.0  # a hanging file system; the digest of a large checkpoint
 WEIGHTS_KEYS = {"model.weights", "model.denoiser"}  # missing weights do not change the network
-ROOM_KEYS = (
-    "save.every_images",
-    "save.every_min",
-    "save.snapshot_every_images",
-    "save.keep",
-    "run_folder",
-    "max_duration",
-)
+ROOM_KEYS = ("save.every_images", "save.snapshot_every_images", "save.keep", "run_folder", "max_duration")
 NOT_CHECKED = Finding(WARNING, "not checked: it depends on an error above. Fix that first.")
 
 
