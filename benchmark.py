@@ -61,14 +61,8 @@ from ema import EMA
 from evaluation.scoring import Scorer
 from model import BatchRandomness, LatentDiffusion
 from preflight import plan
-from preflight.run import (
-    check,
-    cost_of,
-    microbatch_of,
-    planned_microbatch,
-    ranks_on_device,
-    savings,
-)
+from preflight.checks import check
+from preflight.run import cost_of, microbatch_of, savings
 from record.config_file import found_batch_size, say_what_is_later
 from record.environment import asked_for_cpu
 from record.summary import result_line
@@ -80,7 +74,7 @@ from training.between import build_samples, build_validation, catch_up, open_hel
 from training.checkpoint_content import Progress, restore
 from training.checkpoints import Checkpointer, Stopped
 from training.copy_stream import CopyStream
-from training.cost import Cost, has_average_on_device, room_of_a_rank
+from training.cost import Cost
 from training.destinations import Destination
 from training.device import build_device, composer_precision
 from training.endings import page_if_it_fails, what_is_left, write_page
@@ -388,9 +382,7 @@ def end(trainer: Trainer, loader: Loader | None, result: dict[str, Any]) -> None
 def show(config: RunConfig) -> int:
     """Print a run and its plan, also of one that is refused; rank 0 does. Returns the exit code of one that is not."""
     if dist.get_global_rank() == 0:
-        ema, room = has_average_on_device(config), room_of_a_rank(ranks_on_device())
-        shown = plan.shown(config, resolve, cost_of, planned_microbatch, room=room, ema_on_device=ema)
-        print(shown, end="", flush=True)
+        print(plan.shown(config), end="", flush=True)
         published.say(config)
     return 0
 

@@ -52,7 +52,7 @@ from evaluation import plots
 from evaluation.score_table import Table
 from evaluation.scoring import sampler_problems
 from preflight import limits
-from preflight.run import precision_problems, speed_problems
+from preflight.run import speed_problems
 from record.config_file import read_files
 from record.files import check_record
 from training import pictures, places, published, speed, warm_start
@@ -102,8 +102,7 @@ def read(place: Place, command: CommandLine) -> EvalCommand:
         problems = [Problem(f"{key}: {text}", (key,)) for key, text in found]
         if is_model:
             problems += model_problems(config.model, config.size, encoders_wanted=False)
-            problems += _size_problems(config) + precision_problems(config)
-            problems += speed_problems(config)
+            problems += _size_problems(config) + speed_problems(config)
             if text := limits.batch_problem(config.global_batch_size, 1, 1):
                 problems.append(Problem(f"global_batch_size: {text}", ("global_batch_size",)))
             if place.kind != "run":

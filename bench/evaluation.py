@@ -39,7 +39,7 @@ from cli.files import write_json
 from config import load
 from evaluation.clip_score import load_clip
 from evaluation.scoring import Scorer
-from preflight.run import model_problems, precision_problems, speed_problems
+from preflight.run import model_problems, speed_problems
 from record.environment import environment
 from record.summary import result_line, rounded
 from training import speed
@@ -67,7 +67,7 @@ def problems_of(config: RunConfig) -> list[Problem]:
         found.append(("eval.num_prompts", "1, but FID compares covariances. Give 2 at least."))
     problems = [Problem(f"{key}: {text}", (key,)) for key, text in found]
     problems += model_problems(config.model, config.size, encoders_wanted=False)
-    return problems + precision_problems(config) + speed_problems(config)
+    return problems + speed_problems(config)
 
 
 def made_up(config: RunConfig, folder: Path) -> RunConfig:

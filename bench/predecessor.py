@@ -34,7 +34,8 @@ from cli.command_line import Problem, parse_command_line
 from cli.files import write_json
 from config import load
 from model import BatchRandomness, LatentDiffusion
-from preflight.run import check, cost_of, planned_microbatch
+from preflight.checks import check
+from preflight.run import cost_of, planned_microbatch
 from record.environment import device_name, environment
 from record.summary import result_line, rounded
 from training import published

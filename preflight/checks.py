@@ -1,6 +1,8 @@
-"""Checks of a run's configuration before it starts: its keys, memory, schedule, disk space, and earlier starts.
+"""The checks before a run, one list: `python -m prepare.doctor` prints all; each start, and --print_config, has some of them.
 
-They share a `Case`; `python -m prepare.doctor` runs them in order. Each returns its findings and changes nothing.
+A check yields findings: OK, warning (the run starts, but may not do what you want) or error (it would fail), and what to do.
+It changes nothing. Checks share a `Case`. Those of keys are in preflight/run.py and the sections, those of the machine in
+preflight/machine.py.
 """
 
 from __future__ import annotations
@@ -9,32 +11,42 @@ import contextlib
 import dataclasses
 import functools
 import io
-import os
-import re
-import tempfile
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from composer.utils import dist
+from streaming.base.util import bytes_to_int
 
 from cli.command_line import Problem
 from cli.errors import ConfigError
 from config import count
-from data import SYNTHETIC_EPOCH_BATCHES
+from data import DataConfig
 from preflight import limits, machine
-from preflight import stage as stage_checks
-from preflight.machine import ERROR, OK, WARNING, Finding
-from preflight.run import batch_gib, cost_of, order_need, planned_microbatch, quick_problems, savings, wanted_of_stage
-from preflight.stage import Need
+from preflight.machine import ERROR, OK, WARNING, Finding, Findings
+from preflight.mlperf import closed_data_problems
+from preflight.run import (
+    MEMORY_KEYS,
+    batch_gib,
+    cost_of,
+    num_batches,
+    order_need,
+    planned_microbatch,
+    quick_problems,
+    ranks_on_device,
+    savings,
+    smaller_states,
+    wanted_of_stage,
+)
 from record.checkpoint_files import FULL, WEIGHTS, fault, is_whole, listed
-from record.checkpoint_folders import size_of
 from stages.dataset import Stage
-from stages.mixture import StreamConfig, epoch_samples
+from stages.mixture import StreamConfig, opened
+from stages.shard_table import ShardTable
 from stages.shared_memory import is_held
 from training import cost
-from training import microbatch as microbatch_search
-from training.optimizer import total_batches
+from training.device import missing_gpus
 from training.published import as_begun
 from training.resume import check_begun
 from training.run_config import RunConfig, needs_encoders, resolve
@@ -42,42 +54,11 @@ from weights import hub
 from zoo import load_family
 from zoo.encoders import RANDOM, on_hub, own_weights
 
-# First key of a problem from `quick_problems` -> the check that reports it; all others: config.
-CHECK_OF_KEY = {
-    "global_batch_size": "batch",
-    "device_train_microbatch_size": "batch",
-    "data.num_canonical_nodes": "batch",
-    "model.weights": "weights",
-    "model.denoiser": "weights",
-    "run_folder": "folders",
-    "data.local": "folders",
-    "run_name": "run",
-}
-# The same for problems with the stage.
-CHECK_OF_STAGE_KEY = {
-    "data.": "store",  # data.streams: how they are mixed
-    "data.remote": "store",
-    "data.local": "cache",
-    "data.cache_limit": "disk",
-    "global_batch_size": "schedule",
-    "data.stage": "stage",
-    "image_size": "stage",
-    "model.family": "stage",
-    "data.normalize": "stage",
-    "model.variant": "stage",
-    "mlperf.division": "stage",
-}
-OF_STREAM = re.compile(r"streams(\[\d+\]\.?|$)")
-# If one of these is invalid, there is no network to trace.
-TRACED = (
-    "image_size",
-    "precision",
-    "global_batch_size",
-    "device_train_microbatch_size",
-    "model.",
-    "objective.",
-    "ema.",
-)
+STORE_SEC = 20.0
+CHECK_SEC = 120.0  # a hanging file system; the digest of a large checkpoint
+WEIGHTS_KEYS = {"model.weights", "model.denoiser"}  # missing weights do not change the network
+ROOM_KEYS = ("save.every_images", "save.snapshot_every_images", "save.keep", "run_folder", "max_duration")
+NOT_CHECKED = Finding(WARNING, "not checked: it depends on an error above. Fix that first.")
 
 
 @dataclass
@@ -85,277 +66,351 @@ class Case:
     """The run being checked, and results that several checks use."""
 
     config: RunConfig
+    reads_stages: bool = True
+    """False: not this rank, or no store has answered yet."""
     opened: list[tuple[StreamConfig, Stage]] = field(default_factory=list)
-    """Each stage that could be read."""
-    of_stage: list[tuple[str, str]] = field(default_factory=list)
-    """(key, message): the section `data` against the stage."""
+    """Each stage that `check_store` has read."""
+
+    @functools.cached_property
+    def of_data(self) -> list[tuple[str, str]]:
+        """(key, message): the sections `data` and `validation`, against their stages if these are read."""
+        config, wanted = self.config, wanted_of_stage(self.config)
+        if not self.reads_stages:
+            return dataclasses.replace(config.data, synthetic=True).problems(config.global_batch_size, *wanted)
+        found = config.data.problems(config.global_batch_size, *wanted)
+        return found + config.validation.problems(config.data, *wanted)
 
     @functools.cached_property
     def problems(self) -> list[Problem]:
-        alone = dataclasses.replace(self.config.data, synthetic=True)  # the stage has its own checks
-        of_validation = self.config.validation.problems(self.config.data, *wanted_of_stage(self.config))
-        return quick_problems(self.config, alone.problems(self.config.global_batch_size, {}) + of_validation)
+        """Those of the keys, also against the stages."""
+        found = quick_problems(self.config, self.of_data)
+        return found + (closed_data_problems(self.config) if self.reads_stages else [])
 
     @functools.cached_property
     def resolved(self) -> RunConfig | None:
         """The configuration with null replaced by its values; None: its problems make that impossible."""
-        # Missing weights do not change the network.
-        others = [p for p in self.problems if CHECK_OF_KEY.get(p.text.partition(":")[0]) != "weights"]
-        if any(key.startswith(TRACED) for problem in others for key in problem.keys):
+        others = [problem.keys for problem in self.problems if not WEIGHTS_KEYS.intersection(problem.keys)]
+        if any(key in MEMORY_KEYS for keys in others for key in keys):
             return None
-        try:
+        with contextlib.suppress(ValueError):  # reported as a problem
             return resolve(self.config)
-        except ValueError:  # reported as a problem
-            return None
+        return None
 
     @functools.cached_property
     def cost(self) -> cost.Cost:
-        run = self.resolved
-        assert run is not None and run.precision is not None
-        network = dataclasses.replace(run.model, weights=None, denoiser=None)  # weights do not affect the cost
-        return cost_of(dataclasses.replace(run, model=network))
+        assert self.resolved is not None
+        return cost_of(self.resolved)
 
     @functools.cached_property
-    def order(self) -> machine.OrderNeed | None:
-        """What the order of an epoch takes; None: there is none, or no stage."""
-        return order_need(self.config.data)
-
-    @property
     def num_batches(self) -> int | None:
-        """Batches of the run; None: unknown."""
-        run = self.resolved
-        if run is None:
-            return None
-        epoch_batches = SYNTHETIC_EPOCH_BATCHES
-        if not run.data.synthetic:
-            samples = [stage.num_samples for _, stage in self.opened]
-            epoch = epoch_samples([source for source, _ in self.opened], samples) if samples else 0
-            epoch_batches = epoch // run.global_batch_size
-        num = total_batches(run.max_duration, global_batch_size=run.global_batch_size, epoch_batches=epoch_batches)
-        return num or None
+        """Batches of the run; None: unknown, since its stages cannot be read."""
+        return num_batches(self.config, reads_stages=self.reads_stages)
 
     @property
-    def folder(self) -> Path | None:
-        """The run's folder, if the run has a name."""
-        return Path(self.config.run_folder, self.config.run_name) if self.config.run_name else None
+    def workers(self) -> int:
+        return 0 if self.config.data.synthetic else self.config.data.workers
 
-    def errors(self, check: str) -> list[Finding]:
-        """Return the problems of the configuration and the stage that belong to this check."""
-        texts = [p.text for p in self.problems if CHECK_OF_KEY.get(p.text.partition(":")[0], "config") == check]
-        texts += [
-            f"{key}: {text}" for key, text in self.of_stage if CHECK_OF_STAGE_KEY.get(OF_STREAM.sub("", key)) == check
-        ]
-        return [Finding(ERROR, check, text) for text in texts]
+    @property
+    def folder(self) -> Path:
+        """The run's folder, or that of all runs if the run has no name."""
+        return Path(self.config.run_folder, self.config.run_name or "")
 
 
-def not_looked_at(check: str) -> list[Finding]:
-    """Return the finding of a check that is not possible."""
-    return [Finding(WARNING, check, "not checked: it depends on an error above. Fix that first.")]
+# --- the data ---
+
+
+def check_store(case: Case) -> Findings:
+    """Open the stages; what comes later compares the run with the values they were made for."""
+    for key, source in case.config.data.named_sources():
+        try:
+            case.opened += [(one.config, one.stage) for one in opened([source], [source.contents], case.config.size)]
+        except ValueError as error:
+            yield Finding(ERROR, f"{key}.{'remote' if source.remote else 'local'}: {error}")
+            return
+    case.reads_stages = True
+    given = "none: data.synthetic=true" if case.config.data.synthetic else "no stage"
+    yield Finding(OK, "; ".join(described(stage) for _, stage in case.opened) or given)
+
+
+def described(stage: Stage) -> str:
+    """Describe a stage in one line."""
+    size = int(stage.shards.raw_bytes.sum())
+    readable = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    return f"{stage.location}: {stage.kind}, {stage.num_samples:,} samples in {len(stage.shards):,} shards, {readable}"
 
 
 # --- the configuration ---
 
 
-def config_values(case: Case) -> list[Finding]:
-    """Check the keys by themselves."""
+def check_keys(case: Case) -> Findings:
+    """Check every key, against the stages too."""
+    for problem in case.problems:
+        yield Finding(ERROR, problem.text, problem.keys)
     run = case.resolved or case.config
-    named = f"{run.model.family}, {run.model.preset}, {run.model.variant}, {run.precision or 'precision by device'}"
-    return case.errors("config") or [Finding(OK, "config", f"every key is possible ({named})")]
+    yield Finding(OK, f"every key is possible ({run.model.family}, {run.model.preset}, {run.model.variant})")
 
 
-def batch(case: Case) -> list[Finding]:
-    """Check that ranks and microbatch divide the global batch."""
-    if found := case.errors("batch"):
-        return found
-    ranks, size = dist.get_world_size(), case.config.global_batch_size
-    microbatch = case.config.device_train_microbatch_size or size // ranks
-    if microbatch == microbatch_search.AUTO:
-        return [Finding(OK, "batch", f"{count(size, 'image')}; how many a pass is found when the run starts")]
-    parts = (count(ranks, "rank"), count(size // ranks // microbatch, "pass", "passes"), count(microbatch, "image"))
-    text = f"{count(size, 'image')} = {' x '.join(parts)}"
-    return [Finding(OK, "batch", text)]
-
-
-def weights(case: Case) -> list[Finding]:
-    """Check the files of the encoders and of the denoiser, by names and shapes."""
-    if found := case.errors("weights"):
-        return found
+def check_weights(case: Case) -> Findings:
+    """Say which weights the run begins with, and what is downloaded for it; what is wrong with them is a key's problem."""
+    if any(WEIGHTS_KEYS.intersection(problem.keys) for problem in case.problems):
+        yield NOT_CHECKED
+        return
     config, is_real = as_begun(case.config).model, not case.config.data.synthetic
-    family = load_family(config.family, config.preset, config.variant)
+    begins = f"denoiser: {config.denoiser or 'from random weights'}"
     if not needs_encoders(case.config):
-        begins = config.denoiser or "from random weights"
-        return [Finding(OK, "weights", f"encoders: none are built, batches have what they make; denoiser: {begins}")]
+        yield Finding(OK, f"encoders: none are built, batches have what they make; {begins}")
+        return
+    family = load_family(config.family, config.preset, config.variant)
     given = config.weights or own_weights(family, is_real=is_real)
     text = f"encoders: {given}" + (", which mean nothing" if given == RANDOM else "")
     for name, need in on_hub(family, given, None).values():
         text = f"encoders: {'. '.join(hub.look(name, need).lines())}"
-    begins = config.denoiser
-    return [Finding(OK, "weights", f"{text}; denoiser: {begins or 'from random weights'}")]
+    yield Finding(OK, f"{text}; {begins}")
 
 
-def memory(case: Case) -> list[Finding]:
+def check_memory(case: Case) -> Findings:
     """Compare a step's memory with the device's; traces the real network, which takes some seconds."""
-    run = case.resolved
-    if run is None:
-        return not_looked_at("memory")
-    on_device = run.ema.enabled and (run.ema.device == "model" or not torch.cuda.is_available())
-    ranks_on_device = 1 if torch.cuda.is_available() else dist.get_local_world_size()
-    microbatch = planned_microbatch(run, case.cost)
-    ways = dict(ema=on_device, savings=savings(run))
-    if text := cost.memory_problem(case.cost, microbatch, ranks_on_device, **ways):
-        return [Finding(ERROR, "memory", text)]
+    if (run := case.resolved) is None:
+        yield NOT_CHECKED
+        return
+    on_device, microbatch = cost.has_average_on_device(run), planned_microbatch(run, case.cost)
+    ways = dict(ema=on_device, savings=[*savings(run), *smaller_states(run)])
+    if text := cost.memory_problem(case.cost, microbatch, ranks_on_device(), **ways):
+        yield Finding(ERROR, f"memory: {text}", MEMORY_KEYS)
+    if text := cost.host_memory_problem(case.cost, dist.get_local_world_size()):
+        yield Finding(ERROR, f"model.frozen_device: {text}", ("model.frozen_device", *MEMORY_KEYS))
     need = case.cost.memory_gib(microbatch, ema=on_device)
-    room = cost.room_of_a_rank(ranks_on_device)
-    return [Finding(OK, "memory", f"about {need:.3g} GiB at {microbatch} images a pass; {room}")]
+    yield Finding(OK, f"about {need:.3g} GiB at {microbatch} images a pass; {cost.room_of_a_rank(ranks_on_device())}")
 
 
-def host_memory(case: Case) -> list[Finding]:
+def check_host_memory(case: Case) -> Findings:
     """Compare the memory of loader workers, of an epoch's order, and of models that are built here, with the machine's."""
     run, ranks = case.resolved, dist.get_local_world_size()
     if run is None:
-        return not_looked_at("host memory")
-    workers = 0 if run.data.synthetic else run.data.workers
+        yield NOT_CHECKED
+        return
     need = {
-        count(ranks * workers, "worker"): ranks * workers * machine.WORKER_GIB,
-        "batches": ranks * machine.batches_on_their_way(workers) * batch_gib(run),
+        count(ranks * case.workers, "worker"): ranks * case.workers * machine.WORKER_GIB,
+        "batches": ranks * machine.batches_on_their_way(case.workers) * batch_gib(run),
     }
-    if case.order is not None:
-        need[machine.ORDER] = case.order.gib
+    if case.reads_stages and (order := order_need(run.data)) is not None:
+        need[machine.ORDER] = order.gib
     if run.save.is_on and run.sharding == "off":
         need["copy of the state for checkpoints"] = case.cost.checkpoint_gib(ema=run.ema.enabled)
     if torch.cuda.is_available():
         of_ema = case.cost.trained_parameters if run.ema.enabled and run.ema.device == "cpu" else 0
         built = case.cost.trained_parameters + case.cost.frozen_parameters + of_ema
         need["models as they are built, float32"] = ranks * built * 4 / 2**30
-    return machine.host_memory(need)
+    yield from machine.check_host_memory(need)
 
 
-def shared_memory_room(case: Case) -> list[Finding]:
+def check_shared_memory(case: Case) -> Findings:
     """Compare the workers' batches, and the order of an epoch, with the size of /dev/shm."""
-    run = case.resolved
-    if run is None:
-        return not_looked_at("/dev/shm")
-    workers = 0 if run.data.synthetic else run.data.workers
-    num = dist.get_local_world_size() * machine.batches_on_their_way(workers)
-    return machine.shared_memory_room(batch_gib(run), num, case.order)
+    if case.config.data.synthetic:
+        yield Finding(OK, "not used: data.synthetic=true")
+        return
+    try:
+        num = dist.get_local_world_size() * machine.batches_on_their_way(case.workers)
+        order = order_need(case.config.data) if case.reads_stages else None
+        yield from machine.check_shared_memory(batch_gib(case.config), num, order)
+    except ValueError:  # there is no such network, or no such stage: one of the keys' problems
+        yield NOT_CHECKED
 
 
 # --- the run ---
 
 
-def schedule(case: Case) -> list[Finding]:
+def check_schedule(case: Case) -> Findings:
     """Compare the length of the run with the stage, the warm-up and the checkpoints."""
-    if found := case.errors("schedule"):
-        return found
     run, num = case.resolved, case.num_batches
     if run is None or num is None:
-        return not_looked_at("schedule")
-    images = num * run.global_batch_size
+        yield NOT_CHECKED
+        return
+    images, warmup = num * run.global_batch_size, run.schedule.num_warmup_batches(run.global_batch_size)
     length = f"{num:,} batches, {images:,} images"
-    found = []
-    if (warmup := run.schedule.num_warmup_batches(run.global_batch_size)) > num:
+    if warmup > num:
         text = (
             f"schedule: the warm-up of {warmup:,} batches is longer than the run ({length}): the learning rate never "
         )
         text += "reaches its value. Lower schedule.warmup_batches, or raise max_duration."
-        found.append(Finding(WARNING if run.data.synthetic else ERROR, "schedule", text))
-    if run.measure.warmup_batches >= num:
-        text = (
-            f"measure.warmup_batches: {run.measure.warmup_batches} of {num:,} batches: no speed is measured. Lower it."
-        )
-        found.append(Finding(WARNING, "schedule", text))
-    every, snapshots = run.save.every_images or 0, run.save.snapshot_every_images or 0
+        yield Finding(WARNING if run.data.synthetic else ERROR, text)
+    if (few := run.measure.warmup_batches) >= num:
+        yield Finding(WARNING, f"measure.warmup_batches: {few} of {num:,} batches: no speed is measured. Lower it.")
+    every = run.save.every_images or 0
     if not run.save.is_on and not run.data.synthetic:
         text = "save.every_images: 0: a stopped run begins anew. Give an interval, unless that is intended."
-        found.append(Finding(WARNING, "schedule", text))
+        yield Finding(WARNING, text)
     if every > images and not run.save.every_min:
         text = f"save.every_images: {every:,} is more than the run ({length}): one checkpoint, at its end. Lower it, unless"
-        found.append(Finding(WARNING, "schedule", f"{text} that is intended."))
-    for key, value in (("every_images", every), ("snapshot_every_images", snapshots)):
-        if 0 < value <= run.global_batch_size < images:
-            text = f"save.{key}: {value:,} is no more than a batch: one is written after every batch. Raise it."
-            found.append(Finding(WARNING, "schedule", text))
-    epochs = ""
-    if case.opened:
-        samples = sum(stage.num_samples for _, stage in case.opened)
-        epochs = f", {images / samples:.3g} times the stage's {samples:,} samples"
-    return found or [Finding(OK, "schedule", f"{length}{epochs}; warm-up {warmup:,} batches")]
+        yield Finding(WARNING, f"{text} that is intended.")
+    samples = sum(stage.num_samples for _, stage in case.opened)
+    epochs = f", {images / samples:.3g} times the stage's {samples:,} samples" if samples else ""
+    yield Finding(OK, f"{length}{epochs}; warm-up {warmup:,} batches")
 
 
-def folders(case: Case) -> list[Finding]:
-    """Check that this user may write to the run's folders and to those in environment variables."""
-    data, found = case.config.data, case.errors("folders")
-    cached = [source.local for source in data.sources if source.remote and source.local]
-    for variable in ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        if not (folder := os.environ.get(variable)):
-            continue
-        if variable == "TMPDIR" and not Path(folder).is_dir():  # Python silently uses another one
-            found.append(Finding(ERROR, "folders", f"TMPDIR: {folder} is not a folder. Make it, or take it out."))
-        elif text := limits.unwritable(folder):
-            found.append(Finding(ERROR, "folders", f"{variable}: {text}"))
-    places = [case.config.run_folder, *cached, tempfile.gettempdir()]
-    return found or [Finding(OK, "folders", f"can be written: {', '.join(places)}")]
+def check_disk(case: Case) -> Findings:
+    """Compare checkpoints and snapshots of the whole run, and the shards that are fetched, with the space on their disks."""
+    needs, run = _needs_of_cache(case.config.data, case.opened), case.resolved
+    if run is None:
+        yield NOT_CHECKED
+        return
+    snapshot_every, kinds = run.save.snapshot_every_images or 0, []
+    if run.save.is_on:
+        kinds.append((FULL, "full checkpoint", run.save.keep + 1, case.cost.checkpoint_gib(ema=run.ema.enabled)))
+    if snapshot_every > 0:
+        num = (case.num_batches or 0) * run.global_batch_size // snapshot_every
+        kinds.append((WEIGHTS, "snapshot", num, case.cost.snapshot_gib(ema=run.ema.enabled)))
+    if kinds and not any(problem.keys[0].startswith("save.") for problem in case.problems if problem.keys):
+        what = " and ".join(f"{count(num, name)} of {gib:.3g} GiB" for _, name, num, gib in kinds if num)
+        held = sum(limits.held_gib(case.folder, kind) for kind in (FULL, WEIGHTS))
+        ways = "Lower save.keep, raise save.snapshot_every_images (0: none), give another run_folder, or "
+        gib = max(0.0, sum(num * each for *_, num, each in kinds) - held)
+        needs.append(_Need(what, f"{ways}save.every_images=0 for none", case.folder, gib))
+    yield from _check_room(needs)
 
 
-def disk(case: Case) -> list[Finding]:
-    """Compare checkpoints, snapshots and the cache with the space on their disks; unwritable folders are skipped."""
-    found, run = case.errors("disk"), case.resolved
-    needs = stage_checks.need_of_cache(case.config.data, case.opened) if not found else []
-    if run is not None and not limits.unwritable(run.run_folder):
-        folder = Path(run.run_folder, run.run_name or "")
-        if run.save.is_on:
-            gib, num = case.cost.checkpoint_gib(ema=run.ema.enabled), run.save.keep + 1
-            if text := limits.room_problem(folder, gib, num):
-                return [*found, Finding(ERROR, "disk", f"save: {text}")]
-            held = sum(size_of(path) for path in listed(folder / "checkpoints", FULL)) / 2**30
-            way_out = "Lower save.keep, or give another run_folder"
-            needs.append(Need(f"{num} full checkpoints", way_out, folder, max(0.0, num * gib - held)))
-        if run.save.snapshot_every_images and case.num_batches:
-            num = case.num_batches * run.global_batch_size // run.save.snapshot_every_images
-            held = sum(size_of(path) for path in listed(folder / "checkpoints", WEIGHTS)) / 2**30
-            gib = max(0.0, num * case.cost.snapshot_gib(ema=run.ema.enabled) - held)
-            way_out = "Raise save.snapshot_every_images (0: none), or give another run_folder"
-            needs.append(Need(f"{num:,} snapshots", way_out, folder, gib))
-    return found or stage_checks.disk([n for n in needs if n.gib > 0.0 and not limits.unwritable(n.folder)])
+def _held_bytes(local: str, shards: ShardTable) -> int:
+    """Return the bytes of a stage's shards that lie in a folder."""
+    total = 0
+    for name in shards.names:
+        with contextlib.suppress(OSError):
+            total += Path(local, name).stat().st_size
+    return total
 
 
-def begun_run(case: Case) -> list[Finding]:
+@dataclass(frozen=True)
+class _Need:
+    """Data that a run will write to a folder, with its name and a way to need less space."""
+
+    what: str
+    way_out: str
+    folder: Path
+    gib: float
+
+
+def _needs_of_cache(config: DataConfig, opened: Sequence[tuple[StreamConfig, Stage]]) -> list[_Need]:
+    """Return the expected growth of each `data.local`: the whole stage, minus what is already there; in all, the limit."""
+    needs, room = [], float("inf") if config.cache_limit is None else bytes_to_int(config.cache_limit)
+    for source, stage in opened:
+        if source.remote and source.local:
+            size = int(stage.shards.raw_bytes.sum())
+            gib = max(0, min(size, room) - _held_bytes(source.local, stage.shards)) / 2**30
+            room = max(0, room - size)
+            way_out = "Give data.cache_limit, or another data.local"
+            needs.append(_Need(f"shards of {gib:.3g} GiB in data.local", way_out, Path(source.local), gib))
+    return needs
+
+
+def _check_room(needs: Iterable[_Need]) -> Findings:
+    """Compare what a run will write with the free space on each disk; folders that cannot be written have their own check."""
+    by_disk: dict[int, list[_Need]] = {}
+    for need in needs:
+        if need.gib > 0.0 and not limits.unwritable(need.folder):
+            by_disk.setdefault(limits.existing(need.folder).stat().st_dev, []).append(need)
+    for wanted in by_disk.values():
+        where, gib = limits.existing(wanted[0].folder), sum(need.gib for need in wanted)
+        free = shutil.disk_usage(where).free / 2**30
+        text = f"{' and '.join(need.what for need in wanted)}: {gib:.3g} GiB more; {where} has {free:.3g} free"
+        ways = "; ".join(dict.fromkeys(need.way_out for need in wanted))
+        if gib > free:
+            yield Finding(ERROR, f"disk: {text}. Make room. {ways}.", ROOM_KEYS)
+        elif gib > 0.9 * free:
+            yield Finding(WARNING, f"{text}: little more than that.")
+        else:
+            yield Finding(OK, text)
+    if not by_disk:
+        yield Finding(OK, "nothing large will be written")
+
+
+def check_earlier_starts(case: Case) -> Findings:
     """Report on an earlier run of this name: in use, finished, begun with other values, its newest checkpoint."""
-    if found := case.errors("run"):
-        return found
     folder = case.folder
-    if folder is None:
-        return [Finding(OK, "run", "no run_name: every start is a new run, and none can be resumed")]
-    if not folder.exists():
-        return [Finding(OK, "run", f"{folder} is new")]
-    if is_held(folder / ".lock"):
+    if case.config.run_name is None or not folder.exists():
+        none = "no run_name: every start is a new run, and none can be resumed"
+        yield Finding(OK, f"{folder} is new" if case.config.run_name else none)
+    elif is_held(folder / ".lock"):
         text = f"run_name: another process is training in {folder}. Wait for it, or take another run_name."
-        return [Finding(ERROR, "run", text)]
-    if case.resolved is not None:
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):  # hides its own message that the run is finished
-                result = check_begun(case.resolved, folder)
-        except ConfigError as error:
-            return [Finding(ERROR, "run", text) for text in error.problems]
-        if result is not None:
-            text = (
-                f"{folder} is finished (max_duration={case.config.max_duration}). Raise it, or take another run_name."
-            )
-            return [Finding(WARNING, "run", text)]
-    return _newest_checkpoint(folder)
+        yield Finding(ERROR, text)
+    else:
+        yield from _check_begun(case, folder)
 
 
-def _newest_checkpoint(folder: Path) -> list[Finding]:
+def _check_begun(case: Case, folder: Path) -> Findings:
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # hides its own message that the run is finished
+            result = check_begun(case.resolved, folder) if case.resolved else None
+    except ConfigError as error:
+        for text in error.problems:
+            yield Finding(ERROR, text)
+        return
+    if result is not None:
+        text = f"{folder} is finished (max_duration={case.config.max_duration}). Raise it, or take another run_name."
+        yield Finding(WARNING, text)
+        return
     there = listed(folder / "checkpoints", FULL)
-    for number, path in enumerate(there):
-        if is_whole(path):
-            if number == 0:
-                return [Finding(OK, "run", f"{folder} resumes from {path.name}, which is whole")]
-            text = f"{there[0]} is damaged: {fault(there[0])}. The run resumes from {path.name}."
-            return [Finding(WARNING, "run", text)]
+    newest = next((path for path in there if is_whole(path)), None)
+    if newest is not None and newest != there[0]:
+        yield Finding(WARNING, f"{there[0]} is damaged: {fault(there[0])}. The run resumes from {newest.name}.")
     damaged = [*there, *(folder / "checkpoints").glob(f"{FULL}*.damaged")]
-    if damaged:
+    if newest is None and damaged:
         text = f"checkpoints: every one of the {len(damaged)} full checkpoints in {folder / 'checkpoints'} is damaged. Bring "
-        text += "back a copy, or take another run_name to begin anew."
-        return [Finding(ERROR, "run", text)]
-    return [Finding(OK, "run", f"{folder} has no checkpoint yet: it begins anew")]
+        yield Finding(ERROR, f"{text}back a copy, or take another run_name to begin anew.")
+    begins = "has no checkpoint yet: it begins anew"
+    yield Finding(OK, f"{folder} {f'resumes from {newest.name}, which is whole' if newest else begins}")
+
+
+# --- the list ---
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check and its name; `at_start`: each start makes it too."""
+
+    name: str
+    look: Callable[[Case], Findings]
+    at_start: bool = False
+    limit_sec: float = CHECK_SEC
+
+
+CHECKS = {  # group -> its checks, in the order in which they run: later ones use results of earlier ones
+    "machine": [
+        Check("versions", lambda case: machine.check_versions(wandb=case.config.loggers.wandb is not None)),
+        Check("variables", lambda _: machine.check_variables()),
+        Check("devices", lambda _: machine.check_devices(dist.get_local_world_size())),
+        Check("port", lambda _: machine.check_port(dist.get_world_size()), limit_sec=STORE_SEC),
+    ],
+    "data": [
+        Check("store", check_store, limit_sec=STORE_SEC),
+    ],
+    "configuration": [
+        Check("config", check_keys, at_start=True),
+        Check("weights", check_weights),
+        Check("/dev/shm", check_shared_memory, at_start=True),
+        Check("memory", check_memory, at_start=True),
+        Check("host memory", check_host_memory),
+    ],
+    "run": [
+        Check("schedule", check_schedule),
+        Check("disk", check_disk, at_start=True),
+        Check("run", check_earlier_starts),
+    ],
+}
+
+
+def findings_of(check: Check, case: Case) -> list[Finding]:
+    """Return a check's errors and warnings; where there are none, the lines that say that all is well."""
+    found = list(check.look(case))
+    return [finding for finding in found if finding.level != OK] or found
+
+
+def check(config: RunConfig) -> list[Problem]:
+    """Return every problem that can be found before anything is built; of the stages on a machine's first rank alone.
+
+    Where a container has no GPUs, that alone: the others come of it.
+    """
+    if text := missing_gpus():
+        return [Problem(text, ())]
+    case = Case(config, reads_stages=dist.get_local_rank() == 0)
+    checks = [check for of_group in CHECKS.values() for check in of_group if check.at_start]
+    found = [finding for check in checks for finding in findings_of(check, case) if finding.level == ERROR]
+    return [Problem(finding.text, finding.keys) for finding in found]

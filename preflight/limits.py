@@ -1,75 +1,54 @@
-"""Reasons for a run to fail: batch sizes that do not divide, too little disk space, folders that cannot be written."""
+"""Reasons for a run to fail: batch sizes that do not divide, names of runs, folders that cannot be written."""
 
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 from pathlib import Path
 
-from config import count
-from record.checkpoint_files import FULL, WEIGHTS, listed
+from record.checkpoint_files import FULL, listed
 from record.checkpoint_folders import size_of
 
 MAX_NAME_BYTES = 200  # file systems allow 255; loggers append to the name
+
+
+def existing(folder: str | Path) -> Path:
+    """Return a folder, or the nearest above it that exists. Raises OSError: a loop of links, a name that is too long."""
+    path = Path(folder).absolute()
+    while not path.exists() and not path.is_symlink():
+        path = path.parent
+    return path
 
 
 def unwritable(folder: str | Path) -> str | None:
     """Say why a folder, which may not exist yet, cannot be written, or None. Leaves no files."""
     path = Path(folder).absolute()
     try:
-        while not path.exists():
-            if path.is_symlink():
-                return f"{folder} cannot be written: {path} is a link to nothing. Remove it, or give another folder."
-            path = path.parent
+        path = existing(folder)
+        if not path.exists():
+            return f"{folder} cannot be written: {path} is a link to nothing. Remove it, or give another folder."
         with tempfile.TemporaryFile(dir=path):
             return None
     except OSError as error:
         return f"{folder} cannot be written: {path}: {error.strerror}. Give a folder that this user may write in."
 
 
-def room_problem(
-    folder: str | Path, checkpoint_gib: float, num: int, snapshot_gib: float = 0.0, num_snapshots: int = 0
-) -> str | None:
-    """Return the message that a disk has too little space for a run's checkpoints, or None.
-
-    Args:
-        folder: of the run; the files already in it count as free space, since they are replaced or part of the total.
-        num: full checkpoints that exist at once: those kept, and the one being written.
-        num_snapshots: by the end of the run.
-    """
-    if unwritable(folder):
-        return None  # reported by its own check
-    there = Path(folder).absolute()
-    held_gib = sum(size_of(path) for kind in (FULL, WEIGHTS) for path in listed(there / "checkpoints", kind)) / 2**30
-    while not there.exists():
-        there = there.parent
-    need_gib, free_gib = num * checkpoint_gib + num_snapshots * snapshot_gib, shutil.disk_usage(there).free / 2**30
-    if need_gib <= free_gib + held_gib:
-        return None
-    named = {"full checkpoint": (num, checkpoint_gib), "snapshot": (num_snapshots, snapshot_gib)}
-    needs = " and ".join(f"{count(n, what)} of {gib:.3g} GiB" for what, (n, gib) in named.items() if n)
-    ways = ["lower save.keep"] * bool(num) + ["raise save.snapshot_every_images (0: none)"] * bool(num_snapshots)
-    return (
-        f"{needs} need {need_gib:.3g} GiB, {there} has {free_gib:.3g} free. Make room, {', '.join(ways)}, give another "
-        f"run_folder, or save.every_images=0 for none."
-    )
+def held_gib(folder: str | Path, kind: str) -> float:
+    """Return what a run's files of a kind take, which are replaced by later ones, or part of what it will have."""
+    return sum(size_of(path) for path in listed(Path(folder).absolute() / "checkpoints", kind)) / 2**30
 
 
 def run_folder_problem(run_folder: str, run_name: str | None) -> str | None:
     """Say why a run of this name cannot write its record there, or None."""
-    for key, given in (("run_name", run_name or ""), ("run_folder", run_folder)):
-        if not given.isprintable():
-            return f"{key}: {given[:80]!r} has a character that cannot be seen. Give one without."
-    fits = run_name is None or (run_name == Path(run_name).name and 0 < len(run_name.encode()) <= MAX_NAME_BYTES)
-    if run_name is not None and (not fits or run_name.startswith(".")):
-        return (
-            f"run_name: '{run_name[:80]}' is not a folder name. Use letters, digits, - and _, {MAX_NAME_BYTES} at most."
-        )
     folder = Path(run_folder, run_name or "")
-    if run_name is not None and folder.exists() and not _is_begun(folder):
-        given = f"{folder} exists and is not a run (it has no config.yaml)"
-        return f"run_name: {given}. Take another run_name, or remove it."
+    if run_name is not None:
+        fits = run_name == Path(run_name).name and 0 < len(run_name.encode()) <= MAX_NAME_BYTES
+        if not fits or run_name.startswith(".") or not run_name.isprintable():
+            given = f"run_name: {run_name[:80]!r} is not a folder name"
+            return f"{given}. Use letters, digits, - and _, {MAX_NAME_BYTES} at most."
+        if folder.exists() and not _is_begun(folder):
+            given = f"{folder} exists and is not a run (it has no config.yaml)"
+            return f"run_name: {given}. Take another run_name, or remove it."
     text = unwritable(run_folder)
     return f"run_folder: {text}" if text else None
 

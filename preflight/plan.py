@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer.utils import dist
@@ -18,7 +18,10 @@ from composer.utils import dist
 from cli.limits import read_duration
 from config import count, flat, to_yaml
 from preflight import cards
+from preflight.run import cost_of, planned_microbatch, ranks_on_device
+from training.cost import has_average_on_device, room_of_a_rank
 from training.optimizer import total_batches
+from training.run_config import RunConfig, resolve
 from zoo import load_family, mlperf
 from zoo.mlperf_rules import Benchmark, ReferencePoint
 from zoo.model_config import model_problems
@@ -30,41 +33,29 @@ if TYPE_CHECKING:
 RATE_KEY, RECORD_KEY = "measure.expected_images_per_sec", "measure.expected_record"
 
 
-def shown(
-    config: Any,
-    resolve: Callable[[Any], Any],
-    cost_of: Callable[[Any], Cost],
-    microbatch_of: Callable[[Any, Cost], int],
-    *,
-    room: str,
-    ema_on_device: bool,
-) -> str:
+def shown(config: RunConfig) -> str:
     """Return a run's resolved YAML and its plan; for an invalid run, as much of them as possible.
 
     Args:
         config: with valid names and types, not resolved.
-        resolve: replaces null by its values. Raises ValueError: unknown family, variant or size; then nothing is shown.
-        cost_of: traces a step of the resolved run; called only if the network exists.
-        microbatch_of: returns a resolved run's images per pass; with `auto`, an estimate.
-        room: the device's memory, see `training.cost.room_of_a_rank`.
-        ema_on_device: the EMA weights are on the device too.
     """
     try:
         config = resolve(config)
-    except ValueError:  # reported by the problem that refuses the run
+    except ValueError:  # unknown family, variant or size: reported by the problem that refuses the run
         return ""
     if not _can_be_traced(config):
         return to_yaml(config)
-    num_ranks, cost = dist.get_world_size(), cost_of(config)
+    cost = cost_of(config)
     values = {
         **flat(config),
         "optimizer.lr": config.optimizer.learning_rate(config.global_batch_size),
-        "device_train_microbatch_size": microbatch_of(config, cost),
+        "device_train_microbatch_size": planned_microbatch(config, cost),
     }
-    return to_yaml(config) + describe(cost, values, num_ranks=num_ranks, room=room, ema_on_device=ema_on_device)
+    ways = dict(room=room_of_a_rank(ranks_on_device()), ema_on_device=has_average_on_device(config))
+    return to_yaml(config) + describe(cost, values, num_ranks=dist.get_world_size(), **ways)
 
 
-def _can_be_traced(config: Any) -> bool:
+def _can_be_traced(config: RunConfig) -> bool:
     """True if there is a network for this size and prediction, and the batch sizes are valid."""
     unloaded = dataclasses.replace(config.model, weights=None)  # missing weights do not change it
     if model_problems(unloaded, config.size, encoders_wanted=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from cli.limits import ImageSize, read_duration
 from data import SYNTHETIC_EPOCH_BATCHES, DataConfig, Encodings
 from evaluation.scoring import EVERY_IMAGES, rounded_up, sampler_problems
 from model import LatentDiffusion
-from preflight import limits, machine, video
-from preflight.mlperf import closed_data_problems, log_problems
+from preflight import limits
+from preflight.machine import OrderNeed
+from preflight.mlperf import log_problems
 from record.checkpoint_files import FULL, listed
 from stages.dataset import array_encoding
 from stages.images import resize_name
@@ -28,53 +30,23 @@ from stages.moments import FLIPPED
 from stages.shuffling import memory_gib
 from training import adamw, adapter, health, remote, sharding, warm_start
 from training import microbatch as microbatch_search
-from training.cost import Cost, has_average_on_device, host_memory_problem, memory_problem
-from training.device import missing_gpus
+from training.cost import Cost, has_average_on_device
 from training.kept_cost import kept_cost
 from training.optimizer import total_batches
 from training.published import as_begun
-from training.run_config import RunConfig, needs_encoders, resolve, wants_own_rate
+from training.run_config import RunConfig, needs_encoders, wants_own_rate
 from zoo import load_family, mlperf
 from zoo.mlperf_sd import SD
 from zoo.model_config import model_problems
-from zoo.spec import as_size
+from zoo.spec import Family, as_size
+
+Pairs = Iterable[tuple[str, str]]
+"""(key, message)."""
 
 # The memory estimate depends on these keys; it is left out if one of them is invalid.
-MEMORY_KEYS = {
-    "image_size",
-    "precision",
-    "global_batch_size",
-    "device_train_microbatch_size",
-    "model.family",
-    "model.preset",
-    "model.variant",
-    "objective.prediction",
-    "ema.enabled",
-    "compile",
-    "gradient_checkpointing",
-    "optimizer.states",
-    "lora.rank",
-    "lora.targets",
-}
-
-
-def check(config: RunConfig) -> list[Problem]:
-    """Return every problem that can be found before anything is built; of the stages on a machine's first rank alone.
-
-    Where a container has no GPUs, that alone: the others come of it.
-    """
-    if text := missing_gpus():
-        return [Problem(text, ())]
-    wanted, of_data, is_first = wanted_of_stage(config), [], dist.get_local_rank() == 0
-    if is_first:
-        of_data = config.data.problems(config.global_batch_size, *wanted)
-        of_data += config.validation.problems(config.data, *wanted)
-    found = quick_problems(config, of_data)
-    found += [*_shared_memory_problems(config), *closed_data_problems(config)] if is_first else []
-    if not any(key in MEMORY_KEYS for problem in found for key in problem.keys):
-        is_readable = is_first and not any(key.startswith("data.") for problem in found for key in problem.keys)
-        found += memory_problems(config, _planned_batches(config) if is_readable else _num_batches(config))
-    return found
+OF_NETWORK = ("image_size", "model.family", "model.preset", "model.variant", "objective.prediction", "lora.rank")
+OF_STEP = ("precision", "global_batch_size", "device_train_microbatch_size", "compile", "gradient_checkpointing")
+MEMORY_KEYS = (*OF_NETWORK, *OF_STEP, "lora.targets", "ema.enabled", "optimizer.states")
 
 
 def wanted_of_stage(config: RunConfig) -> tuple[dict[str, Any], Encodings]:
@@ -94,111 +66,124 @@ def wanted_of_stage(config: RunConfig) -> tuple[dict[str, Any], Encodings]:
     return made_for, lambda size: {}
 
 
-def quick_problems(config: RunConfig, of_data: list[tuple[str, str]]) -> list[Problem]:
+def quick_problems(config: RunConfig, of_data: Pairs) -> list[Problem]:
     """Return all problems but those of memory and disk, in the order of the keys.
 
     Args:
         of_data: (key, message) of the section `data`, with the stage's if it was read.
     """
     config = as_begun(config)
-    found = _run_problems(config)
-    sections = (config.optimizer, config.schedule, config.ema)
-    of_eval = config.eval.problems(now=config.eval.when == "in_training")
-    of_target = config.target.problems(config.eval)
-    if config.target.val_loss is not None and not config.validation.is_given:
-        of_target.append(
-            ("target.val_loss", "given, but nothing is validated. Give validation.remote, or leave it out.")
-        )
-    in_sections = [
-        of_data,
-        *(s.problems() for s in sections),
-        of_eval,
-        of_target,
-        config.samples.problems(config.eval),
-        config.loggers.problems(),
-        config.mlperf.problems(mlperf.logged_as(config.model.family, config.model.variant)),
-        config.profile.problems(_num_batches(config), config.measure.warmup_batches),
-    ]
-    also = {"data.remote": ("data.streams",)}  # where that cannot be read, nobody says that no stage is given
-    found += [Problem(f"{key}: {text}", (key, *also.get(key, ()))) for of in in_sections for key, text in of]
-    of_states = adamw.problems(config.optimizer, config.precision)
-    found += [Problem(f"{key}: {text}", (key, "precision")) for key, text in of_states]
-    found += speed_problems(config)
-    found += [Problem(f"{key}: {text}", (key, "save.every_images")) for key, text in remote.problems(config)]
-    of_copies = [*sharding.problems(config), *health.problems(config)]
-    found += [Problem(f"{key}: {text}", (key, "sharding")) for key, text in of_copies]
-    if config.copy_stream and config.data.synthetic:
-        text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
-        found.append(Problem(f"copy_stream: {text}", ("copy_stream", "data.synthetic")))
-    are_read = config.model.weights is not None or needs_encoders(config)
-    if config.num_frames is not None and len(config.size) == 2:
-        text = f"{config.num_frames}, but {config.model.family} makes images. Leave it out."
-        found.append(Problem(f"num_frames: {text}", ("num_frames", "model.family")))
-    found += video.problems(config)
-    found += model_problems(config.model, config.size, encoders_wanted=are_read and not config.data.synthetic)
-    found += _objective_problems(config) + _learning_rate_problems(config) + _evaluation_problems(config)
-    found += log_problems(config) + _log_folder_problems(config)
-    found += adapter.problems(config)
     is_begun = config.run_name and listed(Path(config.run_folder, config.run_name, "checkpoints"), FULL)
+    reads = not config.data.synthetic and (config.model.weights is not None or needs_encoders(config))
+    found = [
+        *_run_problems(config),
+        *_named(of_data, "data.streams"),
+        *(problem for pairs in _of_sections(config) for problem in _named(pairs)),
+        *_named(adamw.problems(config.optimizer, config.precision), "precision"),
+        *speed_problems(config),
+        *_named(remote.problems(config), "save.every_images"),
+        *_named([*sharding.problems(config), *health.problems(config)], "sharding"),
+        *_named(_image_problems(config), "model.family", "data.synthetic"),
+        *model_problems(config.model, config.size, encoders_wanted=reads),
+        *_named(_objective_problems(config)),
+        *_learning_rate_problems(config),
+        *_named(_evaluation_problems(config), "global_batch_size", "max_duration"),
+        *log_problems(config),
+        *adapter.problems(config),
+    ]
     if config.lora.is_given or not is_begun:
         found += warm_start.problems(config.model, config.objective.prediction)
     return found
 
 
+def _named(pairs: Pairs, *also: str) -> list[Problem]:
+    """Return (key, message) as problems, which are of these keys too."""
+    return [Problem(f"{key}: {text}", (key, *also)) for key, text in pairs]
+
+
+def _of_sections(config: RunConfig) -> Iterator[Pairs]:
+    """Yield what the sections say of themselves."""
+    yield config.optimizer.problems()
+    yield config.schedule.problems()
+    yield config.ema.problems()
+    yield config.eval.problems(now=config.eval.when == "in_training")
+    yield config.target.problems(config.eval)
+    if config.target.val_loss is not None and not config.validation.is_given:
+        yield [("target.val_loss", "given, but nothing is validated. Give validation.remote, or leave it out.")]
+    yield config.samples.problems(config.eval)
+    yield config.loggers.problems()
+    yield config.mlperf.problems(mlperf.logged_as(config.model.family, config.model.variant))
+    yield config.profile.problems(num_batches(config), config.measure.warmup_batches)
+
+
 def _run_problems(config: RunConfig) -> list[Problem]:
-    found = []
+    found, logs = [], config.loggers
     if text := limits.run_folder_problem(config.run_folder, config.run_name):
         found.append(Problem(text, ("run_name", "run_folder")))
-    for key, source in [*config.data.named_sources(), ("validation", config.validation)]:
-        if source.remote and source.local and (text := limits.unwritable(source.local)):
-            found.append(Problem(f"{key}.local: {text}", (f"{key}.local",)))
+    sources = [*config.data.named_sources(), ("validation", config.validation)]
+    folders = {f"{key}.local": source.local for key, source in sources if source.remote}
+    if logs.tensorboard is not None and logs.tensorboard.log_dir is not None:
+        folders["loggers.tensorboard.log_dir"] = str(Path(logs.tensorboard.log_dir, config.run_name or ""))
+    if logs.mlflow is not None and (file := logs.mlflow.file(Path(config.run_folder, config.run_name or ""))):
+        folders["loggers.mlflow"] = str(file.parent)
+    texts = {key: limits.unwritable(folder) for key, folder in folders.items() if folder}
+    found += _named((key, text) for key, text in texts.items() if text)
     if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
-        found.append(Problem(f"composer -n: {given}. Start at most that many.", tuple(MEMORY_KEYS)))
-    return found + precision_problems(config) + _batch_problems(config)
+        found.append(Problem(f"composer -n: {given}. Start at most that many.", MEMORY_KEYS))
+    return found + _batch_problems(config)
 
 
-def _log_folder_problems(config: RunConfig) -> list[Problem]:
-    """Check the folders that loggers write into; they are created only after the run has begun."""
-    places, given = {}, config.loggers
-    folder = Path(config.run_folder, config.run_name) if config.run_name else None
-    if given.tensorboard is not None and given.tensorboard.log_dir is not None:
-        places["loggers.tensorboard.log_dir"] = Path(given.tensorboard.log_dir, config.run_name or "")
-    elif given.tensorboard is not None and folder is not None:
-        places["loggers.tensorboard"] = folder / "tensorboard"
-    if given.wandb is not None and folder is not None:
-        places["loggers.wandb"] = folder / "wandb"
-    if given.mlflow is not None and folder is not None and (file := given.mlflow.file(folder)) is not None:
-        places["loggers.mlflow"] = file.parent
-    texts = {key: limits.unwritable(place) for key, place in places.items()}
-    return [Problem(f"{key}: {text}", (key,)) for key, text in texts.items() if text]
+def _image_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Check what goes with images or with videos alone, and what with real data."""
+    if config.copy_stream and config.data.synthetic:
+        text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
+        yield "copy_stream", text
+    if config.num_frames is not None and len(config.size) == 2:
+        yield "num_frames", f"{config.num_frames}, but {config.model.family} makes images. Leave it out."
+    if (family := _family(config)) is None:
+        return
+    if config.data.stage not in ("moments", family.pictures):
+        given = f"{config.data.stage}, but {family.name} is trained on {family.pictures}"
+        yield "data.stage", f"{given}. Say data.stage={family.pictures}, or moments."
+    if family.pictures == "videos":
+        with contextlib.suppress(ValueError):  # of the size, named by model_problems
+            yield from _video_problems(config, family)
 
 
-def _shared_memory_problems(config: RunConfig) -> list[Problem]:
-    """Compare the workers' batches and an epoch's order with the size of /dev/shm: a worker dies of a bus error there."""
-    if config.data.synthetic:
-        return []
-    with contextlib.suppress(ValueError):  # named by model_problems
-        num = dist.get_local_world_size() * machine.batches_on_their_way(config.data.workers)
-        found = machine.shared_memory_room(batch_gib(config), num, order_need(config.data))
-        texts = [finding.text for finding in found if finding.level == machine.ERROR]
-        return [Problem(f"/dev/shm: {text}", ("data.workers",)) for text in texts]
-    return []
+def _video_problems(config: RunConfig, family: Family) -> Iterator[tuple[str, str]]:
+    if config.channels_last:
+        yield "channels_last", "true, but a video's tensors have five dimensions. Leave it out."
+    if config.eval.when != "off":
+        text = "but FID and CLIP score are of images. Say eval.when=off, and give validation.remote."
+        yield "eval.when", f"{config.eval.when}, {text}"
+    if config.samples.is_given and family.beside(config.size):
+        text = "given, but image to video draws what follows a picture, and prompts are captions alone. Leave it out."
+        yield "samples.every_images", text
+    has_mask = "mask" in family.columns("moments", config.size, stored_text=True)
+    if has_mask and config.attention in ("flash", "cudnn") and torch.cuda.is_available():
+        text = f"{config.attention}: its kernels take no mask, with which {family.name} leaves out a caption's padding."
+        yield "attention", f"{text} Use attention=efficient, or auto."
 
 
-def order_need(config: DataConfig) -> machine.OrderNeed | None:
+def _family(config: RunConfig) -> Family | None:
+    """Return the run's family; None: there is none, which model_problems reports."""
+    with contextlib.suppress(ValueError):
+        return load_family(config.model.family, config.model.preset, config.model.variant)
+    return None
+
+
+def order_need(config: DataConfig) -> OrderNeed | None:
     """Read the stages, and return what the order of an epoch takes on this machine; None: there is none."""
     sources = config.sources
     with contextlib.suppress(ValueError):  # named by the section
-        stages = config.read()
-        if stages:
+        if stages := config.read():
             samples = epoch_samples(sources, [stage.num_samples for stage in stages])
-            has_buckets = any(stage.buckets for stage in stages)
-            nodes = all_ranks.num_nodes()
+            has_buckets, nodes = any(stage.buckets for stage in stages), all_ranks.num_nodes()
             parts = 1 if has_buckets else min(nodes, config.num_canonical_nodes or nodes)
             has_weights = any(source.weight for source in sources)
             need = memory_gib(samples, parts, has_weights=has_weights, has_buckets=has_buckets)
-            return machine.OrderNeed(samples, *need)
+            return OrderNeed(samples, *need)
     return None
 
 
@@ -216,40 +201,20 @@ def batch_gib(config: RunConfig) -> float:
     return config.global_batch_size // dist.get_world_size() * sample_bytes / 2**30
 
 
-def _num_batches(config: RunConfig) -> int | None:
-    """Return the batches of a run, or None if its duration is in epochs: then they depend on the stage."""
+def num_batches(config: RunConfig, *, reads_stages: bool = False) -> int | None:
+    """Return the batches of a run; None: its duration is in epochs, and its stages cannot be read."""
+    batch, epoch = config.global_batch_size, SYNTHETIC_EPOCH_BATCHES
     if read_duration(config.max_duration, ("ba", "sp")) is None and not config.data.synthetic:
-        return None
-    return total_batches(
-        config.max_duration, global_batch_size=config.global_batch_size, epoch_batches=SYNTHETIC_EPOCH_BATCHES
-    )
-
-
-def _planned_batches(config: RunConfig) -> int | None:
-    """As `_num_batches`, and read the stage if the duration is in epochs."""
-    if (num := _num_batches(config)) is not None:
-        return num
-    with contextlib.suppress(ValueError):  # named by the section `data`
-        samples = [stage.num_samples for stage in config.data.read()]
-        epoch = epoch_samples(config.data.sources, samples) // config.global_batch_size
-        return total_batches(config.max_duration, global_batch_size=config.global_batch_size, epoch_batches=epoch)
-    return None
-
-
-def precision_problems(config: RunConfig) -> list[Problem]:
-    """Return the problem of a precision that this machine does not support, in training and evaluation."""
-    if torch.cuda.is_available() or config.precision not in ("fp16", "tf32"):
-        return []
-    return [
-        Problem(
-            f"precision: {config.precision} needs a GPU. Possible on a CPU: fp32, bf16, bf16_params.", ("precision",)
-        )
-    ]
+        epoch = 0
+        with contextlib.suppress(ValueError):  # named by the section `data`
+            samples = [stage.num_samples for stage in config.data.read()] if reads_stages else []
+            epoch = epoch_samples(config.data.sources, samples) // batch if samples else 0
+    return total_batches(config.max_duration, global_batch_size=batch, epoch_batches=epoch) or None
 
 
 def speed_problems(config: RunConfig) -> list[Problem]:
     """Return the problems of the keys of speed on this machine, in training and evaluation."""
-    return [Problem(f"{key}: {text}", (key, "precision")) for key, text in config.problems_of_speed(config.precision)]
+    return _named(config.problems_of_speed(config.precision), "precision")
 
 
 def _batch_problems(config: RunConfig) -> list[Problem]:
@@ -274,17 +239,17 @@ def _batch_problems(config: RunConfig) -> list[Problem]:
     return []
 
 
-def _objective_problems(config: RunConfig) -> list[Problem]:
-    prediction, found = config.objective.prediction, []
-    with contextlib.suppress(ValueError):  # named by model_problems
-        family = load_family(config.model.family, config.model.preset, config.model.variant)
-        if prediction is not None and prediction not in family.predictions:
-            possible = f"{family.name} cannot be trained on '{prediction}'. Possible: {', '.join(family.predictions)}."
-            return [Problem(f"objective.prediction: {possible}", ("objective.prediction",))]
-        found += config.objective.problems(family.objective)
-        if config.eval.when != "off" or config.samples.is_given:
-            found += sampler_problems(config.eval, config.objective.resolved(family.objective))
-    return [Problem(f"{key}: {text}", (key,)) for key, text in found]
+def _objective_problems(config: RunConfig) -> Pairs:
+    prediction, family = config.objective.prediction, _family(config)
+    if family is None:
+        return []
+    if prediction is not None and prediction not in family.predictions:
+        possible = f"{family.name} cannot be trained on '{prediction}'. Possible: {', '.join(family.predictions)}."
+        return [("objective.prediction", possible)]
+    found = config.objective.problems(family.objective)
+    if config.eval.when != "off" or config.samples.is_given:
+        found += sampler_problems(config.eval, config.objective.resolved(family.objective))
+    return found
 
 
 def _learning_rate_problems(config: RunConfig) -> list[Problem]:
@@ -293,80 +258,56 @@ def _learning_rate_problems(config: RunConfig) -> list[Problem]:
         try:
             SD.lr_per_image(config.global_batch_size)
         except ValueError as error:
-            keys = ("optimizer.lr_per_image", "optimizer.lr", "global_batch_size", "model.variant")
-            return [Problem(f"optimizer.lr_per_image: {error}", keys)]
+            return _named(
+                [("optimizer.lr_per_image", str(error))], "optimizer.lr", "global_batch_size", "model.variant"
+            )
     return []
 
 
-def _evaluation_problems(config: RunConfig) -> list[Problem]:
+def _evaluation_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Check that the run has the evaluation's snapshots and weights, and is long enough for each interval."""
-    given, found = config.eval, []
-    every = {
+    given, batch = config.eval, max(1, config.global_batch_size)
+    possible = {
         "eval": (given.when != "off", given.every_images, "evaluated"),
         "validation": (config.validation.is_given, config.validation.every_images, "validated after the start"),
         "samples": (config.samples.is_given, config.samples.every_images, "drawn after the start"),
     }
-    every = {name: (images or EVERY_IMAGES, what) for name, (is_on, images, what) in every.items() if is_on}
+    every = {
+        name: (rounded_up(num or EVERY_IMAGES, batch), what) for name, (is_on, num, what) in possible.items() if is_on
+    }
     if every and given.weights == "ema" and not config.ema.enabled:
         text = "ema, but the run keeps no EMA weights. Say ema.enabled=true (--use_ema), or eval.weights=training."
-        found.append(("eval.weights", text))
+        yield "eval.weights", text
     if "eval" in every:
-        found += _scoring_problems(config)
-    with contextlib.suppress(ValueError):  # named by model_problems
-        family = load_family(config.model.family, config.model.preset, config.model.variant)
-        is_drawn = given.image_size is not None and every.keys() & {"eval", "samples"}
-        if is_drawn and (text := family.size_problem(as_size(given.image_size))):
-            found.append(("eval.image_size", text))
-    batch, duration = max(1, config.global_batch_size), read_duration(config.max_duration, ("ba", "sp"))
-    for name, (images, what) in every.items() if duration is not None else ():  # an epoch's length depends on the stage
-        images, total = rounded_up(images, batch), duration[0] * (batch if duration[1] == "ba" else 1)
+        yield from _scoring_problems(config, every["eval"][0])
+    family = _family(config) if given.image_size is not None and every.keys() & {"eval", "samples"} else None
+    if family is not None and (text := family.size_problem(as_size(given.image_size))):
+        yield "eval.image_size", text
+    if (duration := read_duration(config.max_duration, ("ba", "sp"))) is None:
+        return  # an epoch's length depends on the stage
+    total = duration[0] * (batch if duration[1] == "ba" else 1)
+    for name, (images, what) in every.items():
         if total < images:
             text = (
                 f"{images:,}, but max_duration={config.max_duration} is {total:,}: nothing would be {what}. Lower it."
             )
-            found.append((f"{name}.every_images", text))
-    return [Problem(f"{key}: {text}", (key, "global_batch_size", "max_duration")) for key, text in found]
+            yield f"{name}.every_images", text
 
 
-def _scoring_problems(config: RunConfig) -> list[tuple[str, str]]:
-    """(key, message) for what a run cannot be scored with."""
-    given, found = config.eval, []
-    if isinstance(given.guidance, list | tuple):
-        text = f"{list(given.guidance)}: a run is scored at one. Give one number; composer eval.py RUN takes a list."
-        found.append(("eval.guidance", text))
-    every = rounded_up(given.every_images or EVERY_IMAGES, max(1, config.global_batch_size))
+def _scoring_problems(config: RunConfig, every: int) -> Iterator[tuple[str, str]]:
+    """Check what a run is scored with, every so many images."""
+    if isinstance(config.eval.guidance, list | tuple):
+        text = (
+            f"{list(config.eval.guidance)}: a run is scored at one. Give one number; composer eval.py RUN takes a list."
+        )
+        yield "eval.guidance", text
     snapshots = config.save.snapshot_every_images
-    if given.when == "after" and snapshots is not None and snapshots != every:
+    if config.eval.when == "after" and snapshots is not None and snapshots != every:
         text = f"{snapshots}, but eval.when=after scores snapshots every {every} images. Leave it out."
-        found.append(("save.snapshot_every_images", text))
-    return found
+        yield "save.snapshot_every_images", text
 
 
-def memory_problems(config: RunConfig, num_batches: int | None) -> list[Problem]:
-    """Estimate the memory of a step and the size of checkpoints; the first time on a machine this takes some seconds.
-
-    Args:
-        num_batches: of the run; None: not known, snapshots are not counted.
-    """
-    config = resolve(config)
-    cost, ways = (
-        cost_of(config),
-        dict(ema=has_average_on_device(config), savings=[*savings(config), *smaller_states(config)]),
-    )
-    text = memory_problem(cost, planned_microbatch(config, cost), ranks_on_device(), **ways)
-    found = [Problem(f"memory: {text}", tuple(MEMORY_KEYS))] if text else []
-    text = host_memory_problem(cost, dist.get_local_world_size())
-    found += [Problem(f"model.frozen_device: {text}", ("model.frozen_device", *MEMORY_KEYS))] if text else []
-    every, snapshot_every = config.save.every_images or 0, config.save.snapshot_every_images or 0
-    is_on = config.save.is_on or snapshot_every > 0
-    if is_on and min(every, snapshot_every, config.save.every_min or 0.0) >= 0:  # the section reports invalid values
-        ema, num = config.ema.enabled, config.save.keep + 1 if config.save.is_on else 0
-        num_snapshots = (num_batches or 0) * config.global_batch_size // snapshot_every if snapshot_every else 0
-        sizes = (cost.checkpoint_gib(ema=ema), num, cost.snapshot_gib(ema=ema), num_snapshots)
-        if text := limits.room_problem(Path(config.run_folder, config.run_name or ""), *sizes):
-            keys = ("save.every_images", "save.every_min", "save.snapshot_every_images", "save.keep")
-            found.append(Problem(f"save: {text}", (*keys, "run_folder", "max_duration", *MEMORY_KEYS)))
-    return found
+# --- the plan: what a step of the run takes ---
 
 
 def savings(config: RunConfig) -> list[str]:
@@ -408,7 +349,7 @@ def cost_of(config: RunConfig) -> Cost:
     """Return the cost of a training step of the run's model."""
     assert config.precision is not None
     cost = kept_cost(
-        config.model,
+        replace(config.model, weights=None, denoiser=None),  # they do not change what a step takes
         config.objective,
         stage=config.data.stage,
         stored_text=config.data.text == "stored",

@@ -20,7 +20,7 @@ import torch
 from cli.command_line import Assignment, CommandLine, Problem, parse_command_line
 from cli.errors import ConfigError
 from config import count, flat, load
-from preflight.run import check
+from preflight.checks import check
 from record.environment import commit, device_name
 from sweeps.file import Sweep, as_word
 from training.run_config import ALIASES, RunConfig, as_tried, resolve

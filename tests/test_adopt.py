@@ -17,7 +17,6 @@ from streaming.base.hashing import get_hash
 
 import data
 from data import DataConfig, StreamingLAIONDataset, build_data
-from preflight import stage as stage_checks
 from prepare import adopt, latents
 from prepare.adopt_latents import center_square
 from stages import fetch, mixture, stores
@@ -491,23 +490,6 @@ def test_many_shards_in_a_store_are_adopted_from_four_of_them(tmp_path, store, m
 
 
 # --- a run, before it starts ---
-
-
-def test_the_doctor_compares_what_the_store_has_and_what_the_cache_has(tmp_path):
-    theirs = write(tmp_path / "theirs", THEIRS, compression="zstd", hashes=["sha1"])
-    assert adopt.main([str(theirs)]) == 0
-    shards = (stage := read_stage(str(theirs))).shards
-    [found] = stage_checks.digests(stage)
-    assert found.text == f"4 of {len(shards)} shards of the stage have their sha1"
-    list(stream(theirs, tmp_path / "cache"))
-    [found] = stage_checks.cache(StreamConfig(remote=str(theirs), local=str(tmp_path / "cache")), shards)
-    assert found.text.endswith("shards, all of their size; 4 have their sha1")
-    packed = theirs / "shard.00000.mds.zstd"
-    packed.write_bytes(flipped(whole := packed.read_bytes()))
-    assert [finding.text for finding in stage_checks.digests(stage)] == [
-        f"{packed} is damaged: sha1 {get_hash('sha1', packed.read_bytes())}, index.json says {get_hash('sha1', whole)}. Make "
-        f"that stage again, or copy it anew."
-    ]
 
 
 def test_a_run_goes_on_with_the_columns_that_it_began_with_alone(tmp_path):

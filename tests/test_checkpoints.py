@@ -330,7 +330,8 @@ def test_a_disk_without_room_for_the_snapshots_of_the_whole_run_is_refused(words
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=48 * 2**20))
     words = words_of(tmp_path, "a", "max_duration=1ep", "save.snapshot_every_images=8")
     said = refused(capsys, *words)
-    assert said.startswith("save: 3 full checkpoints of 0.0107 GiB and 24 snapshots of 0.00533 GiB need 0.16 GiB, ")
+    need = "disk: 3 full checkpoints of 0.0107 GiB and 24 snapshots of 0.00533 GiB: 0.16 GiB more; "
+    assert said.startswith(f"{need}{tmp_path} has 0.0469 free. Make room. Lower save.keep, ")
     assert not (tmp_path / "a").exists()
     assert main(*words, "max_duration=1ba") == 0
 

@@ -28,7 +28,7 @@ import eval as evaluation
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load, schema_keys, to_yaml
-from preflight import run as checks
+from preflight.run import quick_problems, wanted_of_stage
 from prepare import adopt, fid_statistics, latents, look, shards
 from stages import dataset as stage
 from training import eval_keys
@@ -134,9 +134,7 @@ def yaml_files(draw: st.DrawFn, schema: type) -> bytes:
 
 
 def quick(config: RunConfig) -> list[configuration.Problem]:
-    return checks.quick_problems(
-        config, config.data.problems(config.global_batch_size, *checks.wanted_of_stage(config))
-    )
+    return quick_problems(config, config.data.problems(config.global_batch_size, *wanted_of_stage(config)))
 
 
 def run_of(words: list[str]) -> Any:

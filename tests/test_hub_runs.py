@@ -130,7 +130,7 @@ def test_the_doctor_says_what_is_to_be_downloaded(hub, published, stage, tmp_pat
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(begin)] and hub.sent == []
     doctor.main(words(stage, tmp_path, "model.weights=easel/tiny"))
     out = capsys.readouterr().out
-    assert "error   weights     model.weights: easel/tiny is neither a path here" in out, out
+    assert "error   config      model.weights: easel/tiny is neither a path here" in out, out
 
 
 @pytest.mark.slow

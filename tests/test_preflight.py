@@ -1,24 +1,19 @@
-"""training/cost.py and preflight/limits.py: the traced cost against published and measured figures, and the messages."""
+"""training/cost.py, preflight/limits.py and run.py: the traced cost against published and measured figures; messages."""
 
 from __future__ import annotations
 
 import dataclasses
 import resource
-import shutil
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from cli.command_line import parse_command_line
-from cli.errors import ConfigError
-from config import load
 from data import DataConfig
 from ema import EMAConfig
 from model import build_model
-from preflight import limits
-from preflight.limits import batch_problem, room_problem, run_folder_problem, unwritable
+from preflight.limits import batch_problem, run_folder_problem, unwritable
 from preflight.run import savings
 from training import cost
 from training.cost import Cost, measure_cost, memory_problem
@@ -111,6 +106,11 @@ COST = Cost(
 )
 
 
+def test_checkpoints_and_snapshots_are_of_known_sizes():
+    assert COST.checkpoint_gib(ema=False) == 12 / 16 and COST.checkpoint_gib(ema=True) == 1.0
+    assert COST.snapshot_gib(ema=False) == 4 / 16 and COST.snapshot_gib(ema=True) == 0.5
+
+
 def test_too_little_memory_says_what_is_needed_what_there_is_and_the_ways_out(monkeypatch):
     monkeypatch.setattr(cost, "available_gib", lambda: (10.0, "this machine (free now)"))
     assert memory_problem(COST, 16, 1, ema=False) is None
@@ -119,11 +119,9 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_the_ways_out(mo
         "image); this machine (free now) has 10.0. Ways out: device_train_microbatch_size=17 or less, a smaller image_size, "
         "model.preset=tiny, a larger device, or several with sharding=full."
     )
-    assert memory_problem(COST, 16, 2, ema=False) == (
-        "16 images a pass need about 9.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
-        "image); this machine (free now) has 10.0, 4.8 GiB of it for each of 2 processes. Ways out: "
-        "device_train_microbatch_size=7 or less, a smaller image_size, model.preset=tiny, a larger device, or several with "
-        "sharding=full."
+    of_two = memory_problem(COST, 16, 2, ema=False)
+    assert (
+        "has 10.0, 4.8 GiB of it for each of 2 processes. Ways out: device_train_microbatch_size=7 or less, " in of_two
     )
     monkeypatch.setattr(cost, "available_gib", lambda: (1.2, "this machine (free now)"))
     assert memory_problem(COST, 16, 1, ema=False, savings=["gradient_checkpointing=1", "precision=bf16"]) == (
@@ -189,46 +187,11 @@ def test_what_a_device_has_is_said_with_what_can_be_planned_with(monkeypatch):
     )
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_found(tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: usage._replace(free=2 * GIB))
-    assert COST.checkpoint_gib(ema=False) == 12 / 16 and COST.checkpoint_gib(ema=True) == 1.0
-    assert room_problem(tmp_path / "runs" / "new", 0.75, 2) is None
-    assert room_problem(tmp_path / "runs" / "new", 0.75, 3) == (
-        f"3 full checkpoints of 0.75 GiB need 2.25 GiB, {tmp_path} has 2 free. Make room, lower save.keep, give another "
-        f"run_folder, or save.every_images=0 for none."
-    )
-    assert COST.snapshot_gib(ema=False) == 4 / 16 and COST.snapshot_gib(ema=True) == 0.5
-    assert room_problem(tmp_path / "runs" / "new", 0.75, 2, 0.25, 2) is None
-    assert room_problem(tmp_path / "runs" / "new", 0.75, 2, 0.25, 3) == (
-        f"2 full checkpoints of 0.75 GiB and 3 snapshots of 0.25 GiB need 2.25 GiB, {tmp_path} has 2 free. Make room, lower "
-        f"save.keep, raise save.snapshot_every_images (0: none), give another run_folder, or save.every_images=0 for none."
-    )
-    (tmp_path / "old" / "checkpoints").mkdir(parents=True)
-    with open(tmp_path / "old" / "checkpoints" / f"full-ba000000000001-{32 * '0'}.pt", "wb") as file:
-        file.truncate(GIB // 2)
-    assert room_problem(tmp_path / "old", 0.75, 3) is None
-
-
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
     assert batch_problem(2048, 8, 16) is None
     assert batch_problem(2000, 8, 16) == "2000 is not a multiple of 8 ranks x 16 microbatch = 128. Nearest: 1920, 2048."
     assert batch_problem(4, 8, 1) == "4 is not a multiple of 8 ranks x 1 microbatch = 8. Nearest: 8."
     assert batch_problem(-8, 1, 8) == "-8 is not a multiple of 1 ranks x 8 microbatch = 8. Nearest: 8."
-
-
-@pytest.mark.parametrize("text", ["1ba", "30ba", "2ep", "5120sp"])
-def test_durations_that_a_run_can_have(text):
-    assert load(RunConfig, parse_command_line([f"max_duration={text}"], {}), check=lambda config: [])
-
-
-@pytest.mark.parametrize("text", ["''", "'30'", "0ba", "-1ba", "1dur", "10tok", "many"])
-def test_durations_that_no_run_can_have(text):
-    with pytest.raises(ConfigError) as error:
-        load(RunConfig, parse_command_line([f"max_duration={text}"], {}), check=lambda config: [])
-    possible = "Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up."
-    given = text.strip("'")
-    assert str(error.value) == f"command line: max_duration is '{given}'. {possible}"
 
 
 def test_a_folder_that_cannot_be_written_is_found_and_nothing_is_left_behind(tmp_path):
@@ -250,7 +213,6 @@ def test_a_folder_that_cannot_be_written_is_found_and_nothing_is_left_behind(tmp
     assert unwritable(long) == (
         f"{long} cannot be written: {long}: File name too long. Give a folder that this user may write in."
     )
-    assert room_problem(long, 1e9, 1) is None
 
 
 def test_names_of_runs(tmp_path):
@@ -262,16 +224,10 @@ def test_names_of_runs(tmp_path):
     (tmp_path / "killed" / ".lock").touch()
     assert run_folder_problem(str(tmp_path), "begun") is run_folder_problem(str(tmp_path), "killed") is None
     assert run_folder_problem(str(tmp_path), "new") is None and run_folder_problem(str(tmp_path), None) is None
-    assert run_folder_problem(str(tmp_path), "a/b") == (
-        "run_name: 'a/b' is not a folder name. Use letters, digits, - and _, 200 at most."
-    )
-    for name in ("a\nb", "\x1b[2J", "a\0b", "a\u202eb", "a\tb"):
-        told = f"run_name: {name!r} has a character that cannot be seen. Give one without."
+    for name in ("a/b", "", ".", "..", ".hidden", "a\u202eb"):
+        told = f"run_name: {name!r} is not a folder name. Use letters, digits, - and _, 200 at most."
         assert run_folder_problem(str(tmp_path), name) == told
-    told = "run_folder: 'runs\\r' has a character that cannot be seen. Give one without."
-    assert run_folder_problem("runs\r", "new") == told
-    for name in ("", ".", "..", ".hidden", "x" * 201):
-        assert "is not a folder name" in run_folder_problem(str(tmp_path), name)
+    assert "is not a folder name" in run_folder_problem(str(tmp_path), "x" * 201)
     assert run_folder_problem(str(tmp_path), "old") == (
         f"run_name: {tmp_path}/old exists and is not a run (it has no config.yaml). Take another run_name, or remove it."
     )

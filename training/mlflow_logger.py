@@ -72,7 +72,7 @@ class MlflowConfig:
         """Ask whether a run can be logged, and make nothing. Raises ConfigError: not there, or not to be reached."""
         address, file = self.address(folder), self.file(folder)
         if file is not None and not file.exists():
-            return  # it is made with the run; preflight/run.py looks at its folder
+            return  # it is made with the run
         try:
             found = _client(address).get_experiment_by_name(self.experiment)
         except Exception as error:  # of MLflow, SQLAlchemy, requests and a database's driver

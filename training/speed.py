@@ -89,6 +89,8 @@ class SpeedKeys:
         """
         is_gpu = torch.cuda.is_available()
         found = []
+        if not is_gpu and precision in ("fp16", "tf32"):
+            found.append(("precision", f"{precision} needs a GPU. Possible on a CPU: fp32, bf16, bf16_params."))
         if self.compile == "off" and self.compile_mode != "default":
             found.append(("compile_mode", f"{self.compile_mode}, but compile=off. Say compile=whole."))
         if self.compile != "off" and (text := compiler_problem(is_gpu)):
