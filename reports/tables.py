@@ -21,7 +21,7 @@ from cli.files import read_json
 from cli.table import as_table
 from reports.marks import rewrite
 from reports.record_table import Record, Row, Table, spread
-from reports.tables_of_running import table_of_prepare, table_of_ranks, table_of_rows, table_of_saving
+from reports.tables_of_running import table_of_saving
 
 # --- bench.step ---
 
@@ -116,153 +116,6 @@ def _row_of_scale(record: Record, name: str, key: str, unit: float, digits: str)
     return name, *cells
 
 
-# --- bench.families ---
-
-
-def table_of_families(record: Record) -> Table:
-    """A row for each case: memory beside the estimate, and times where they were measured."""
-    config = record["config"]
-    load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
-    title = "Moments and text states, fp32"
-    title += f"; {config['rounds']} rounds of {config['steps']} steps" if config["times"] else ""
-    head = ("family", "size", "parameters, M", "batch", "estimate, GiB", "measured, GiB")
-    if config["times"]:
-        head += ("a step, ms", "processor, ms", "compiled, ms", "processor, ms")
-    rows = [_row_of_family(case, times=config["times"]) for case in record["cases"]]
-    return Table(f"{title}; {load}:", head, "ll" + "r" * (len(head) - 2), rows)
-
-
-def _row_of_family(case: Record, *, times: bool) -> Row:
-    size = f"{case['what']}, {case['image_size']} px" + _frames(case)
-    millions = case["parameters"] / 1e6
-    shown = (
-        case["case"].rpartition("_")[0],
-        size,
-        f"{millions:,.2f}",
-        f"{case['batch_size']}",
-        f"{case['estimated_gib']:.2f}",
-    )
-    if "left_out" in case:
-        return (*shown, "left out", *[None] * (4 * times))
-    of_times = ("ms", "cpu_ms", "compiled_ms", "compiled_cpu_ms") if times else ()
-    cells = (spread(case, key, ".1f") if key in case else None for key in of_times)
-    return (*shown, f"{case['gib']:.2f}", *cells)
-
-
-# --- bench.cards and bench.states ---
-
-
-def _frames(row: Record) -> str:
-    return f", {row['num_frames']} frames" if "num_frames" in row else ""
-
-
-def table_of_cards(record: Record) -> Table:
-    """A row for each network and kind of weights and moments."""
-    networks = record["networks"]
-    ema = "with" if record["config"]["ema"] else "without"
-    title = f"Stored moments and text, gradient_checkpointing=1, one image a pass, {ema} EMA weights, sharding=full:"
-    ways = {"precision": "precision", "states": "optimizer.states"}
-    nums = list(networks[0]["gib"])
-    cards = [key for key in networks[0] if key.startswith("cards_of_")]
-    head = ("network", "size", *ways.values(), *(f"GiB on {num}" for num in nums))
-    head += tuple(f"cards of {key.split('_')[2]} GiB" for key in cards)
-    rows: list[Row] = [
-        (
-            f"{row['network']}, {row['parameters'] / 1e9:.2f} B",
-            _as_size(row["image_size"]),
-            *(row[key] for key in ways),
-            *(f"{row['gib'][num]:.1f}" if num in row["gib"] else None for num in nums),
-            *("-" if row[key] is None else str(row[key]) for key in cards),
-        )
-        for row in networks
-    ]
-    return Table(title, head, "llll" + "r" * (len(head) - 4), rows)
-
-
-def _as_size(size: Any) -> str:
-    """Return (width, height) or (width, height, frames) in words."""
-    width, height, *frames = size
-    return f"{width} px" if width == height else f"{width} x {height} px" + "".join(f", {num} frames" for num in frames)
-
-
-def table_of_states(record: Record) -> Table:
-    """A row for each kind of weights and moments: memory beside the estimate."""
-    load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
-    millions = record["states"][0]["parameters"] / 1e6
-    what = (
-        f"{record['case'].rpartition('_')[0]}, {record['what']}, {millions:.1f} M parameters, {record['image_size']} px"
-    )
-    head = ("precision", "optimizer.states", "estimate, GiB", "measured, GiB", "measured over estimate", "a step, s")
-    rows = [_row_of_states(row) for row in record["states"]]
-    return Table(f"{what}, batch {record['batch_size']}. {load.capitalize()}:", head, "llrrrr", rows)
-
-
-def _row_of_states(row: Record) -> Row:
-    shown = (row["precision"], row["states"], f"{row['estimated_gib']:.2f}")
-    if "left_out" in row:
-        return (*shown, "left out", None, None)
-    return (*shown, f"{row['gib']:.2f}", f"{row['gib'] / row['estimated_gib']:.2f}", f"{row['ms'] / 1e3:.1f}")
-
-
-# --- bench.lora ---
-
-
-def table_of_lora(record: Record) -> Table:
-    """A row for each case: what full fine-tuning takes, and what an adapter does."""
-    config = record["config"]
-    load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
-    title = f"Adapters of rank {config['rank']}; moments and text states, fp32"
-    title += f"; {config['rounds']} rounds of {config['steps']} steps" if config["times"] else ""
-    head = ("family", "size", "batch", "trained, full, M", "LoRA, M", "estimate, full, GiB", "LoRA, GiB")
-    head += ("measured, full, GiB", "LoRA, GiB") + (("a step, full, ms", "LoRA, ms") if config["times"] else ())
-    rows = [_row_of_lora(case, times=config["times"]) for case in record["cases"]]
-    return Table(f"{title}; {load}:", head, "ll" + "r" * (len(head) - 2), rows)
-
-
-def _row_of_lora(case: Record, *, times: bool) -> Row:
-    ways = ("full", "lora")
-    shown = (
-        case["case"].rpartition("_")[0],
-        f"{case['what']}, {case['image_size']} px{_frames(case)}",
-        f"{case['batch_size']}",
-    )
-    shown += tuple(f"{case[f'{way}_parameters'] / 1e6:,.2f}" for way in ways)
-    shown += tuple(f"{case[f'{way}_estimated_gib']:.2f}" for way in ways)
-    if "left_out" in case:
-        return (*shown, "left out", *[None] * (1 + 2 * times))
-    shown += tuple(f"{case[f'{way}_gib']:.2f}" for way in ways)
-    return (*shown, *(spread(case, f"{way}_ms", ".1f") if f"{way}_ms" in case else None for way in ways if times))
-
-
-# --- bench.video ---
-
-READERS = {
-    "ours": "the stage, one loader process",
-    "decoder": "PyAV, the clip's frames alone",
-    "rgb": "PyAV, and they as RGB",
-    "whole": "PyAV, the whole film",
-}
-
-
-def table_of_video(record: Record) -> Table:
-    """A row for each contestant of each size of films."""
-    config = record["config"]
-    load = f"load average {record['load_average_before']:g} to {record['load_average_after']:g}"
-    head = ("films, px", "clips", "read by", "clips/s", "processor ms a clip", "ours of it", "by processor time")
-    title = f"{config['num_clips']} clips of a turn, {config['rounds']} rounds; {load}:"
-    return Table(title, head, "lllrrrr", list(_rows_of_video(record)))
-
-
-def _rows_of_video(record: Record) -> Iterator[Row]:
-    for case in record["cases"]:
-        films, clips = (" x ".join(map(str, case[key])) for key in ("film_size", "clip_size"))
-        for who, name in READERS.items():
-            cells = (spread(case, f"{who}_clips_per_sec", ".2f"), spread(case, f"{who}_cpu_ms_a_clip", ".0f"))
-            ratios = (f"ours_of_{who}", f"ours_cpu_of_{who}")
-            shown = (spread(case, ratio, ".2f") if ratio in case else None for ratio in ratios)
-            yield (films, clips, name, *cells, *shown)
-
-
 # --- bench.motion ---
 
 
@@ -280,15 +133,7 @@ def table_of_motion(record: Record) -> Table:
 TABLES: dict[str, Callable[[Record], Table]] = {
     "step": table_of_step,
     "scale": table_of_scale,
-    "families": table_of_families,
-    "cards": table_of_cards,
-    "states": table_of_states,
-    "lora": table_of_lora,
-    "video": table_of_video,
     "motion": table_of_motion,
-    "ranks": table_of_ranks,
-    "rows_speed": table_of_rows,
-    "prepare_speed": table_of_prepare,
     "saving": table_of_saving,
 }
 """What a record says that it has measured -> its table."""

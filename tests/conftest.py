@@ -28,10 +28,6 @@ import pytest
 import warm
 from PIL import Image
 
-with contextlib.suppress(ImportError):  # before a file of tests lets a run's start hide them: see cli/later.py
-    import accelerate  # noqa: F401
-    import peft  # noqa: F401
-
 pytest_plugins = ("miniature", "hub_server")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -228,7 +224,7 @@ def cost_made_up() -> Iterator[None]:
         frozen_gib=0.01,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight.run, "kept_cost", lambda *given, **ways: cost)
+        patch.setattr(preflight.run, "traced_cost", lambda *given, **ways: cost)
         yield
 
 

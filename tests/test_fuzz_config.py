@@ -31,22 +31,14 @@ import bench.data
 import bench.evaluation
 import bench.latency
 import bench.micro
-import bench.order
 import bench.predecessor
 import bench.scale
 import bench.step
 import config as configuration
 import eval as evaluation
-from bench.adopt import AdoptBenchConfig
-from bench.cards import CardsConfig
-from bench.families import FamiliesConfig
-from bench.fid import FidConfig
 from bench.images import ImagesBenchConfig
 from bench.mixture import MixtureConfig
-from bench.order import OrderBenchConfig
-from bench.page import PageBenchConfig
 from bench.saving import SavingConfig
-from bench.states import StatesConfig
 from bench.store import StoreConfig
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
@@ -377,7 +369,6 @@ def scored(kind: Literal["run", "images"]) -> Callable[[list[str]], Any]:
     def read(words: list[str]) -> Any:
         command = parse_command_line(words, ALIASES, takes_places=True)
         place = "RUN" if kind == "run" else "IMAGES"
-        eval_keys.vain(command, [kind])
         return evaluation.read(Place(str(PLACES[place]), PLACES[place], kind), command)
 
     return read
@@ -405,18 +396,11 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "look": (look.LookConfig, command_of(look.LookConfig, functools.partial(look.check, stage=None))),
     "micro": (bench.micro.MicroConfig, command_of(bench.micro.MicroConfig, bench.micro.check)),
     "bench.data": (bench.data.DataBenchConfig, command_of(bench.data.DataBenchConfig, bench.data.check)),
-    "bench.fid": (FidConfig, command_of(FidConfig)),
     "bench.images": (ImagesBenchConfig, command_of(ImagesBenchConfig)),
     "bench.latency": (bench.latency.LatencyConfig, command_of(bench.latency.LatencyConfig, bench.latency.check)),
-    "bench.families": (FamiliesConfig, command_of(FamiliesConfig)),
-    "bench.cards": (CardsConfig, command_of(CardsConfig)),
-    "bench.states": (StatesConfig, command_of(StatesConfig)),
     "bench.scale": (bench.scale.ScaleConfig, command_of(bench.scale.ScaleConfig, bench.scale.check)),
     "bench.step": (bench.step.StepConfig, command_of(bench.step.StepConfig, bench.step.check)),
-    "bench.adopt": (AdoptBenchConfig, command_of(AdoptBenchConfig)),
     "bench.mixture": (MixtureConfig, command_of(MixtureConfig)),
-    "bench.order": (OrderBenchConfig, command_of(OrderBenchConfig, bench.order.check)),
-    "bench.page": (PageBenchConfig, command_of(PageBenchConfig)),
     "prepare.buckets": (BucketsConfig, command_of(BucketsConfig)),
     "bench.saving": (SavingConfig, command_of(SavingConfig)),
     "bench.store": (StoreConfig, command_of(StoreConfig)),

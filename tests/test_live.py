@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser_pages import HTML, NASTY, broken_run, copy_run, other_run
+from browser_pages import HTML, broken_run, copy_run, other_run
 from conftest import ROOT
 from filelock import FileLock
 
 from record import standing
 from record.standing import runs_under, signature, standing_of, state_of
-from reports import index, live, page, screenshot
+from reports import index, live, page
 
 
 @pytest.fixture
@@ -290,20 +290,3 @@ def test_a_run_that_goes_on_has_the_figures_of_its_record_so_far(runs):
     speeds = [line["images_per_sec"] for line in kept if line.get("warmup") is False]
     assert found.images_per_sec == pytest.approx(statistics.median(speeds))
     assert found.images == kept[-1]["images"] and found.cost == pytest.approx(8 * seconds) and found.seconds == seconds
-
-
-# --- the picture ---
-
-
-def test_a_picture_that_cannot_be_taken_is_refused(tmp_path, monkeypatch, capsys):
-    assert screenshot.main([str(tmp_path / "a.html"), "a.png", "width=0", "dark=x"]) == 2
-    assert capsys.readouterr().err == (
-        f"{tmp_path / 'a.html'}: no such file. Possible: a page, or its address. python -m reports.page writes one.\n"
-        "width: '0'. Possible: 1 to 8,192. Give such a number.\ndark: 'x'. Possible: true, false. Give one.\n"
-    )
-    (tmp_path / "a.html").touch()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert screenshot.main([str(tmp_path / "a.html"), "a.png"]) == 2
-    none = "browser: none of chromium, chromium-browser, google-chrome is there. Possible: Chromium. "
-    assert capsys.readouterr().err == f"{none}Install it (Debian: apt-get install chromium), or name it by CHROMIUM=.\n"
-    assert NASTY and not (tmp_path / "a.png").exists()

@@ -210,26 +210,6 @@ def eval_refused(capsys, *words: object) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_a_flag_of_the_predecessor_takes_its_value_and_what_changes_no_score_is_refused(a_run, capsys, tmp_path):
-    first, second = eval_refused(capsys, a_run, "--batch_size", "8", "eval.every_images=20")
-    assert first.startswith(
-        "command line: --batch_size (global_batch_size) changes no score of a run. Possible: attention, channels_last, "
-    )
-    assert second.startswith("command line: eval.every_images changes no score of a run.")
-    folder = tmp_path / "a=b"  # a folder, although it looks like a key
-    folder.mkdir()
-    assert [
-        line.split(" changes ")[0] for line in eval_refused(capsys, folder, "snapshots=last", "eval.guidance=[1,2]")
-    ] == [
-        "command line: snapshots",
-        "command line: eval.guidance",
-    ]
-    assert eval_refused(capsys, tmp_path / "no") == [
-        f"{tmp_path}/no is no folder, and no file of weights. Possible: a run (runs/NAME) or its snapshot, others' weights "
-        "(diffusers folder, LDM file, name on the hub), a folder of images. Check the path."
-    ]
-
-
 def test_where_to_begin_is_refused_where_it_is_not_looked_at(a_run, capsys):
     assert eval_refused(capsys, a_run, "snapshots=last", "from_images=512000") == [
         "from_images: 512,000, but last snapshots are scored. It is where snapshots=to_target begins. Leave it out."
