@@ -25,9 +25,6 @@ from cli.limits import file_problem, kind_of_path, shown, text_possible
 MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 2**20, 50
 YAML = (".yaml", ".yml")
 
-RENAMED = {"late_loss": "async_loss"}
-"""Keys of earlier versions -> what they are called now; the old ones are still taken, in old run folders too."""
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -157,7 +154,7 @@ def _read_pair(word: str) -> tuple[Assignment | None, str | None]:
         return None, f"command line: '{shown(word)}' has a '${{' that cannot be read. {ways}."
     except Exception as error:  # the YAML reader's own exceptions, of several unrelated classes
         return None, f"command line: the value of '{shown(word)}' cannot be read as YAML: {_why(error, b'')}"
-    return Assignment("command line", RENAMED.get(key, key), value, key, raw), None
+    return Assignment("command line", key, value, key, raw), None
 
 
 def read_value(raw: str) -> Any:
@@ -198,7 +195,7 @@ def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
         return [], [Problem(f"{where}: cannot be read as YAML: {_why(error, content)}")]
     if not isinstance(tree, dict):
         return [], [Problem(f"{where}: holds a {type(tree).__name__}. A run is a mapping of keys to values.")]
-    return [Assignment(where, RENAMED.get(key, key), value, key) for key, value in leaves(tree)], []
+    return [Assignment(where, key, value, key) for key, value in leaves(tree)], []
 
 
 def _no_such_yaml(folder: Path) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from cli import masking
-from cli.command_line import RENAMED, Assignment, Problem, leaves, read_yaml
+from cli.command_line import Assignment, Problem, leaves, read_yaml
 from cli.errors import ConfigError
 from cli.files import read_regular, write_whole
 from cli.log import log
@@ -65,7 +65,7 @@ def _write_later(folder: Path, keys: Mapping[str, Any]) -> None:
 def _as_it_stands(path: Path) -> dict[str, Any]:
     """Return key -> value of a file without resolving it, or nothing where there is none."""
     keys = leaves(OmegaConf.to_container(OmegaConf.load(io.BytesIO(read_regular(path))))) if path.is_file() else []
-    return {RENAMED.get(key, key): value for key, value in keys}
+    return dict(keys)
 
 
 def say_what_is_later(config_yaml: str | None) -> None:

@@ -45,7 +45,7 @@ OPTIONAL = {
     "lost": list,
     **dict.fromkeys(("fid", "clip"), (*NUMBER, type(None))),
 }
-"""What a line may have, or not: one of an older version, or where something was not measured."""
+"""What a line may have, or not, where something was not measured."""
 
 
 def remove_left_overs(folder: Path) -> None:
@@ -183,10 +183,7 @@ def seconds_of_starts(folder: Path, *, times_devices: bool = False) -> float:
         said = [line["start_sec"] for line in own if "start_sec" in line]
         if "seconds" in start:
             said.append(start["seconds"])
-        windows = [line for line in own if is_window(line)]
-        of_windows = sum(line[clock] for line in windows for clock in CLOCKS)
-        seconds = max(said) if said else of_windows  # a start of an older version says no more
-        total += seconds * (start["num_devices"] if times_devices else 1)
+        total += max(said, default=0.0) * (start["num_devices"] if times_devices else 1)
     return total
 
 
@@ -204,11 +201,8 @@ def lost_history(folder: Path, checkpoint: Mapping[str, Any] | None) -> dict[str
     if starts != list(range(1, num_starts + 1)):
         found[STARTS] = _said(starts, num_starts, "start")
     lines = [line for line in read_lines(folder / METRICS) if line["batch"] <= batch and not line.get("unfinished")]
-    last_edge = kept.get("batch", 0) - len(kept.get("losses", []))  # that a checkpoint of before `lines` knows
     if len(lines) < kept.get("lines", 0):
         found[METRICS] = _said(lines, kept["lines"], "line")
-    elif "lines" not in kept and max((line["batch"] for line in lines), default=0) < last_edge:
-        found[METRICS] = f"ends before batch {last_edge}, to which it had come"
     return found
 
 

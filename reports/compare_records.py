@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cli.command_line import RENAMED
 from cli.files import read_regular
 from cli.limits import given_as, kind_of_path, shown, text_possible
 from record.files import METRICS, SUMMARY
@@ -138,7 +137,7 @@ def _content(path: Path) -> dict[str, Any]:
         raise ValueError(f"{where}: is no whole JSON ({type(error).__name__}: {error}). Give another one.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{where}: holds a {type(content).__name__}. Give a record, which is one object.")
-    return {RENAMED.get(key, key): value for key, value in content.items()}
+    return content
 
 
 # --- runs ---

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from cli.command_line import RENAMED, Assignment, CommandLine, leaves, parse_command_line, read_yaml
+from cli.command_line import Assignment, CommandLine, leaves, parse_command_line, read_yaml
 from cli.errors import ConfigError
 from cli.files import read_regular
 from cli.limits import file_problem, given_as, kind_of_path, limited, shown
@@ -176,7 +176,7 @@ def _parts(path: str, content: bytes) -> tuple[dict[str, Any], dict[str, Any], l
         raise ConfigError([f"{path}: points is {given_as(points)}. Possible: a list of mappings of keys to values."])
     if not matrix and not points:
         raise ConfigError([f"{path}: neither matrix nor points. {wanted}."])
-    flat = [{RENAMED.get(str(key), str(key)): value for key, value in leaves(part)} for part in (matrix, *points)]
+    flat = [{str(key): value for key, value in leaves(part)} for part in (matrix, *points)]
     return {str(key): value for key, value in tree.items()}, flat[0], flat[1:]
 
 

@@ -43,17 +43,6 @@ TINY_RUN = [
 ]
 
 
-def unpack_older_run(folder: Path) -> None:
-    """Unpack the run of tests/golden, or skip: its random encoders are those that torch draws with AVX2 or better."""
-    import torch
-
-    drawn = torch.randn(1000, generator=torch.Generator().manual_seed(5))
-    if abs(drawn.double().abs().sum().item() - 748.908322555) > 1e-6:  # without AVX2 it is 748.908326581
-        pytest.skip(f"torch's normal numbers differ in their last bits ({torch.backends.cpu.get_cpu_capability()})")
-    with tarfile.open(ROOT / "tests/golden/run_of_before.tar.xz") as tar:
-        tar.extractall(folder, filter="data")
-
-
 def with_frames(family: str, size: tuple[int, int], variant: str = "stock") -> tuple[int, ...]:
     """Return a size of a family's pictures: of videos with three latent frames."""
     from zoo import load_family

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, cost_made_up, started, tree, unpack_older_run
+from conftest import ROOT, cost_made_up, started, tree
 from exported import CASES, OF_RUNS, drawn_elsewhere, drawn_here
 from hub_server import TOKEN, Hub
 from PIL import Image
@@ -267,14 +267,6 @@ def test_the_newest_snapshot_one_by_name_and_a_full_checkpoint_are_taken(run, ch
     with pytest.raises(ValueError) as caught:
         export.chosen(change, "im7")
     assert str(caught.value) == f"snapshot: {change} has no 'im7'. It has: last, im16, ba4, ba2."
-
-
-def test_a_run_of_an_older_version_is_exported(tmp_path):
-    unpack_older_run(tmp_path)
-    out = exported(tmp_path / "of_before", tmp_path / "out")
-    facts = json.loads((out / "export.json").read_text())
-    assert facts["images"] == 8 and facts["encoders"] == "random"
-    assert "Its text encoder and VAE have random weights: its images mean nothing." in (out / "README.md").read_text()
 
 
 # --- what cannot be ---

@@ -29,7 +29,7 @@ from PIL import Image
 import benchmark
 from bench.ladder import read_ladder
 from bench.micro import table
-from cli.command_line import RENAMED, Assignment, parse_command_line
+from cli.command_line import Assignment, parse_command_line
 from cli.describe import Key, described, keys_of, page_of
 from cli.limits import limited
 from config import load, schema_keys
@@ -370,7 +370,6 @@ def test_the_tree_of_the_readme_is_the_tree_and_its_floors_are_those_of_the_layo
 def test_flags_and_earlier_names_of_keys_are_on_the_page():
     page = PAGES["docs/configuration.md"].split("## The keys")[0]
     assert all(f"`--{flag}`" in page for flag in benchmark.ALIASES)
-    assert all(f"`{old}` is an earlier name of `{new}`" in page for old, new in RENAMED.items())
 
 
 def test_every_key_that_is_named_exists():

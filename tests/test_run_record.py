@@ -16,14 +16,11 @@ from callbacks.gradient_norm import GradientNorm
 from callbacks.losses import Losses
 from callbacks.run_record import RunRecord
 from callbacks.throughput import MeasureConfig, Throughput
-from cli.command_line import parse_command_line
 from cli.errors import ConfigError, text_of
 from cli.files import write_whole
-from config import load
 from record.config_file import ConfigFiles, found_batch_size, keep_batch_size, keep_keys, read_config, say_what_is_later
 from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of, seconds_of_starts
 from record.summary import spent, write_outcome
-from training.run_config import ALIASES, RunConfig
 
 
 def window(batch: int, **more) -> dict:
@@ -114,13 +111,13 @@ def test_a_line_that_is_none_of_its_file_is_named(tmp_path, name, line, said):
 
 
 def test_the_seconds_of_earlier_starts_are_those_of_their_end_or_of_their_last_line_cut_ones_included(tmp_path):
-    """The first ended, the second was killed, the third is of an older version, the fourth left no word."""
+    """The first ended, the second was killed, the others left no word."""
     (tmp_path / "starts.jsonl").write_bytes(written(start(1, seconds=10.0), *(start(number) for number in (2, 3, 4))))
     lines = [window(1, start_sec=9.0), window(2, start=2, start_sec=20.0), window(3, start=3), window(4, start=3)]
     (tmp_path / "metrics.jsonl").write_bytes(written(*lines))
     cut = [window(3, start=2, start_sec=31.0), {**EVALUATION, "start": 2, "start_sec": 45.0}, window(5, start=3)]
     (tmp_path / "metrics.cut.jsonl").write_bytes(written(*cut[:2]) + b'{"batch": 9, "sta\n[]\n' + written(cut[2]))
-    assert seconds_of_starts(tmp_path) == 10.0 + 45.0 + 3 * 2.0
+    assert seconds_of_starts(tmp_path) == 10.0 + 45.0
 
 
 def test_the_device_hours_of_a_run_are_each_starts_seconds_times_its_devices(tmp_path):
@@ -149,16 +146,6 @@ def test_a_record_that_lacks_what_it_had_at_its_checkpoint_is_known(tmp_path):
     }
     (tmp_path / "starts.jsonl").write_bytes(written(start(2), start(3)))
     assert lost_history(tmp_path, None) == {"starts.jsonl": "has 2 of 3 starts"}
-
-
-def test_so_is_one_whose_checkpoint_is_of_an_older_version(tmp_path):
-    (tmp_path / "starts.jsonl").write_bytes(written(start(1)))
-    (tmp_path / "metrics.jsonl").write_bytes(written(window(2)))
-    old = checkpoint(5, losses=[0.1, 0.2])
-    assert lost_history(tmp_path, old) == {"metrics.jsonl": "ends before batch 3, to which it had come"}
-    assert lost_history(tmp_path, checkpoint(4, losses=[0.1, 0.2])) == {}
-    (tmp_path / "starts.jsonl").unlink()
-    assert lost_history(tmp_path, {**old, "callbacks": {}}) == {"starts.jsonl": "has 0 of 1 starts"}
 
 
 @pytest.mark.parametrize(("content", "said"), [('{"target": "pen', "Unterminated string"), ("[1]", "it holds a list")])
@@ -288,15 +275,3 @@ def test_a_run_whose_record_is_broken_is_refused_before_anything_is_built(tmp_pa
     (tmp_path / "a" / "metrics.jsonl").write_bytes(b"123\n" + LINES[0])
     [error] = refused(capsys, *words)
     assert error.startswith(f"{tmp_path}/a/metrics.jsonl: line 1 cannot be read: '123'")
-
-
-def test_keys_of_earlier_versions_are_still_taken_on_the_command_line_in_files_and_in_old_records(tmp_path):
-    old = tmp_path / "config.yaml"
-    old.write_text("late_loss: true\n")
-    assert read_config(tmp_path) == {"async_loss": True}
-    for words in ([str(old)], ["late_loss=true"], [str(old), "late_loss=true"]):
-        assert load(RunConfig, parse_command_line(words, ALIASES), check=lambda config: []).async_loss
-    record = RunRecord.__new__(RunRecord)
-    record.environment, record.how = {"device": "cpu", "num_devices": 1}, {"async_loss": True}
-    assert record._has_speed_of({**record.environment, "how": {"late_loss": True}})
-    assert not record._has_speed_of({**record.environment, "how": {"late_loss": False}})

@@ -265,11 +265,17 @@ def test_a_batch_size_that_cannot_be_kept_is_said_and_the_scoring_goes_on(tmp_pa
 def test_the_last_evaluation_before_the_start_is_what_the_next_one_has_to_be_like(tmp_path):
     lines = [
         {"evaluation": True, "batch": n, "images": 8 * n, "guidance": 2.0 + n, "clip_fingerprint": "ab"}
-        | {"seconds": 1.0, "eval_sec": 1.0}
+        | {"seconds": 1.0, "eval_sec": 1.0, "eval_precision": "fp32", "eval_weights": "ema"}
         for n in (1, 2, 9)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    like = {"guidance": 4.0, "clip_fingerprint": "ab", "eval_weights": "ema", "eval_batch_size": 4}
+    like = {
+        "guidance": 4.0,
+        "clip_fingerprint": "ab",
+        "eval_weights": "ema",
+        "eval_batch_size": 4,
+        "eval_precision": "fp32",
+    }
     check_evaluations(tmp_path, 2, like)
     with pytest.raises(ConfigError, match=r"eval.precision: eval_precision fp16, but .* with fp32 at 16 images"):
         check_evaluations(tmp_path, 2, {**like, "eval_precision": "fp16"})
