@@ -520,6 +520,8 @@ def test_another_value_and_a_key_of_another_version_are_refused():
 
     plain, whole = of(), identity_of(of(), [], {})
     assert disagreements(plain, whole) == []
+    [lacking] = disagreements(plain, {key: value for key, value in whole.items() if key != "seed"})
+    assert lacking.startswith("seed: 17, but x.pt was made with None. ")
     tail = "A run resumes as it began: use that value, or another run_name."
     other = of(optimizer=dataclasses.replace(plain.optimizer, clip_norm=2.0), seed=3)
     assert disagreements(other, whole) == [
