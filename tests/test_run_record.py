@@ -215,12 +215,6 @@ def test_who_begins_a_run_with_anothers_config_yaml_hears_what_that_one_was_give
     assert "later.yaml has what is otherwise since then: max_duration. Give these keys too" in capsys.readouterr().err
 
 
-def test_a_key_of_an_earlier_version_is_not_otherwise(tmp_path):
-    (tmp_path / "config.yaml").write_text("late_loss: true\n")
-    ConfigFiles({"async_loss": True}).write(tmp_path)
-    assert not (tmp_path / "later.yaml").exists()
-
-
 def test_a_file_is_written_whole_through_a_link_which_stays(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk" / "a.txt").write_text("old")
