@@ -40,7 +40,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency bench-check report clean test-health test-clouds test-image build_docker launch_docker build_and_launch_docker exec_docker stop_docker
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency report clean test-health test-clouds test-image build_docker launch_docker build_and_launch_docker exec_docker stop_docker
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -366,9 +366,6 @@ exec_docker:  ## a shell in the container
 stop_docker:  ## end and remove the container
 	$(DOCKER) rm -f $(CONTAINER)
 
-bench-check: $(STAMP)  ## what became slower since the committed records, their code and today's in turns: about an hour (KEYS=rounds=3)
-	CUDA_VISIBLE_DEVICES= $(PY) -m bench.check $(KEYS)
-
 report: $(STAMP)  ## write what README and docs/ show anew, from committed records: tables of keys and of figures, and all pictures
 	$(PY) -m cli.describe docs/*.md
 	$(PY) -m reports.samples reports/results/shapes_samples.png reports/results/shapes_samples.txt docs/pictures/samples.png gap_px=6
@@ -389,7 +386,6 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	  reports/results/sd2_tiny_cpu_compile/blocks.json reports/results/sd2_tiny_cpu_compile/attention_math.json docs/comparing.md
 	@mkdir -p cache
 	$(PY) -m reports.page reports/results/shapes_run out=cache/page.html
-	$(PY) -m reports.screenshot cache/page.html docs/pictures/page.png height=1230  # last: it needs Chromium, and says so
 
 clean:  ## remove the data of demo and controls; runs stay in runs/
 	rm -rf $(SHAPES)

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import gc
 
-from cli import interrupts, later
+from cli import interrupts
 
-later.hide("peft", "accelerate")  # which Composer imports; a run with an adapter brings it back
 if __name__ == "__main__":
     interrupts.told("benchmark.py: interrupted before it began. The same command starts it again.")
 gc.disable()  # while libraries are loaded: a quarter of that time went into looking at what they have brought

@@ -32,10 +32,9 @@ from cli import ranks
 from cli.limits import ImageSize, limited, size_in_bytes
 from cli.log import log
 from cli.masking import printable
-from stages import device_decoding, stage_checks
+from stages import stage_checks
 from stages.batch_memory import BatchMemory
 from stages.dataset import Stage, column_problem
-from stages.device_decoding import DeviceDecoder
 from stages.draws import Draw
 from stages.fetch import PATIENCE_SEC
 from stages.images import captions_of, crop_room, decode_image, resize_and_crop, shown_part, size_of
@@ -108,8 +107,6 @@ class DataConfig:
     """Frames a second of a clip, each the one that a film shows at that time. null: the film's own rate."""
     text: Literal["encoded", "stored"] = "encoded"
     """stored: read the text states that prepare.latents wrote with store_text=true. encoded: encode captions in each step."""
-    decode: Literal["cpu", "device"] = "cpu"
-    """Where JPEGs are decoded and scaled: in the loader processes, or on the GPU (nvJPEG), with slightly other colours."""
     max_bad_samples: int = limited(100, 0)
     """The run stops if there are more unusable samples than this."""
 
@@ -159,8 +156,6 @@ class DataConfig:
             found.append(("data.text", text))
         if self.fps is not None and self.stage == "images":
             found.append(("data.fps", f"{self.fps:g}, but images have no frames. Leave it out."))
-        if self.decode == "device" and not self.synthetic:
-            found += device_decoding.problems(self.stage, made_for.get("resize"))
         return found if self.synthetic else found + self._stage_problems(global_batch_size, made_for, encodings)
 
     def _stage_problems(
@@ -240,7 +235,7 @@ class StreamingLAIONDataset(BatchStream):
         family: gives the images' type and the tokenizer.
         image_sizes: (width, height) of each stream's pictures in a batch, px.
         captions: of each stream, the column of its captions; None: the stage's own.
-        flip, crop, decode: see DataConfig.
+        flip, crop: see DataConfig.
         arguments: keyword arguments of StreamingDataset.
     """
 
@@ -252,11 +247,10 @@ class StreamingLAIONDataset(BatchStream):
         captions: Sequence[str | None] | None = None,
         flip: bool = False,
         crop: str = "center",
-        decode: str = "cpu",
         **arguments: Any,
     ):
         super().__init__(**arguments)
-        self.flip, self.crop, self.decode, self.image_sizes = flip, crop, decode, list(image_sizes)
+        self.flip, self.crop, self.image_sizes = flip, crop, list(image_sizes)
         self.captions = captions or [None] * len(self.image_sizes)
         columns = family.columns("images", self.image_sizes[0])
         self.image_dtype, self.has_sizes = columns["images"].dtype, "sizes" in columns
@@ -264,11 +258,9 @@ class StreamingLAIONDataset(BatchStream):
         self.memory = BatchMemory()
 
     def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
-        """Decode and resize the samples, or hand their files over, and tokenise their captions in one call."""
+        """Decode and resize the samples, and tokenise their captions in one call."""
         ids = sample_ids.tolist()
-        width, height = size = self.image_sizes[self.stream_of(ids[0])]
-        if self.decode == "device":
-            return device_decoding.read_batch(self, ids, size)
+        width, height = self.image_sizes[self.stream_of(ids[0])]
         # Of bytes a pixel's three lie together, as in its file: a worker would take long to part them, a device does not.
         in_planes = self.image_dtype != torch.uint8
         shape = (3, height, width) if in_planes else (height, width, 3)
@@ -382,7 +374,7 @@ def open_stages(
         sizes = ways.pop("image_sizes")
         clips = dict(sizes=sizes, rate=config.fps, tokenize=family.tokenize, crop=config.crop)
         return VideosStream(**clips, **ways, **arguments)
-    return StreamingLAIONDataset(family=family, crop=config.crop, decode=config.decode, **ways, **arguments)
+    return StreamingLAIONDataset(family=family, crop=config.crop, **ways, **arguments)
 
 
 def _say(config: DataConfig, given: Sequence[Opened], global_batch_size: int) -> None:
@@ -413,7 +405,7 @@ def build_data(
         family: gives the columns and the tokenizer.
         size: (width, height) of the images, px.
         device_batch_size: samples per rank and batch.
-        device: where synthetic batches are kept, and pictures decoded with data.decode=device.
+        device: where synthetic batches are kept.
         seed: of the order of samples, or of the synthetic batch.
         stages: what each stage says of itself; empty: it is read here.
         all_ready: see Loader.
@@ -427,10 +419,8 @@ def build_data(
     given = opened(config.sources, stages or config.read(), size)
     _say(config, given, device_batch_size * dist.get_world_size())
     dataset = open_stages(config, family, given, device_batch_size=device_batch_size, seed=seed)
-    is_later = isinstance(dataset, StreamingLAIONDataset) and config.decode == "device"
     loader = Loader(
         dataset,
-        decode=DeviceDecoder(dataset, device) if is_later else None,  # type: ignore[arg-type]  # it is what is_later says
         all_ready=all_ready,
         epoch_batches=dataset.batches_of_epoch(device_batch_size * dist.get_world_size()),
         max_bad_samples=config.max_bad_samples,

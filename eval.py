@@ -27,10 +27,9 @@ after a signal.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from cli import interrupts, later
+    from cli import interrupts
 
     interrupts.told("eval.py: interrupted before it began. The same command starts it again.")
-    later.hide("peft", "accelerate")  # which Composer imports; a run with an adapter brings it back
 
 import contextlib
 import dataclasses
@@ -57,7 +56,7 @@ from record.config_file import read_files
 from record.files import check_record
 from training import pictures, places, published, speed, warm_start
 from training.device import build_device
-from training.eval_keys import UNREAD, EvalCommand, snapshots_problems, vain
+from training.eval_keys import UNREAD, EvalCommand, snapshots_problems
 from training.places import Place
 from training.run_config import ALIASES, resolve
 from training.scores import Row, score
@@ -167,8 +166,6 @@ def evaluate(command: CommandLine) -> None:
     """Score each place with its own configuration and the same words, or draw images, and draw what there is to be drawn."""
     typed = {at.key: at.value for at in command.assignments}
     found = _find(command.places, typed)
-    if problems := vain(command, [place.kind for place in found]):
-        raise ConfigError(problems)
     draws = typed.get("images") is not None
     if len(found) > 1 and "out" not in typed and not draws:
         raise ConfigError(["out: not given. Several models in one table want a folder for it: out=FOLDER."])

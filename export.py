@@ -20,9 +20,7 @@ Exit code: 0, 2 when something cannot be exported (each problem on a line of std
 from __future__ import annotations
 
 if __name__ == "__main__":  # the imports below take seconds, and an interrupt in them never reaches main
-    from cli import interrupts, later
-
-    later.hide("peft", "accelerate")
+    from cli import interrupts
 
     interrupts.told("export.py: interrupted. Nothing of a new export is left. The same command begins anew.")
 

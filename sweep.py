@@ -20,9 +20,7 @@ or took too long; 2 when the sweep cannot run (every problem on a line of stderr
 from __future__ import annotations
 
 if __name__ == "__main__":  # the imports below take seconds, and an interrupt in them never reaches main
-    from cli import interrupts, later
-
-    later.hide("peft", "accelerate")
+    from cli import interrupts
 
     interrupts.told("sweep.py: interrupted while none of its runs went on. The same command does what is left.")
 

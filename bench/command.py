@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import datetime
 import json
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 
 from cli.command_line import Problem, parse_command_line
-from cli.errors import Failed
 from cli.files import write_whole
 from config import as_written, load, to_yaml
 from preflight.limits import unwritable
@@ -24,7 +21,6 @@ from record.environment import environment
 from reports.tables import TABLES, about, text_of
 
 Config = TypeVar("Config")
-Measured = TypeVar("Measured")
 
 
 def read_keys(
@@ -81,15 +77,6 @@ def keep(results: str, schema: int, measured: str, config: Any, figures: Callabl
     record = {**head(schema), "measured": measured, "config": as_written(config), **figures(), **ends(began)}
     write_record(results, record)
     print(text_of(record) if measured in TABLES else about(record))
-
-
-def in_a_process(what: str, work: Callable[..., Measured], *given: Any) -> Measured:
-    """Do some work in a new process. Raises Failed: names what was done."""
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(work, *given).result()
-        except Exception as error:
-            raise Failed(f"{what}, failed: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager

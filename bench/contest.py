@@ -2,21 +2,13 @@
 
 A figure is the median over the rounds, with the least and the greatest beside it. A ratio is the median of the ratios
 within each round, never a ratio of medians: two contestants of one round have met the same machine.
-
-`compared` judges two codes by such rounds. A machine's own ups and downs are in it as the largest step from one round to the
-next of one and the same code.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
-
-LEAST_RATIO = 1.02
-"""A smaller difference is none that anybody would act on, however often it is seen."""
+from typing import Any
 
 
 def take_turns(
@@ -40,37 +32,6 @@ def take_turns(
             if number >= 0:
                 values[name].append(value)
     return values
-
-
-@dataclass(frozen=True)
-class Compared:
-    """What turns say of a cost of two codes. Ratios are those of the second over the first, in each round."""
-
-    ratio: float
-    """The median."""
-    least: float
-    greatest: float
-    step: float
-    """The largest ratio of two neighbouring turns of one and the same code, 1 and more."""
-    verdict: Literal["more", "less", "same"]
-
-
-def compared(before: Sequence[float], after: Sequence[float]) -> Compared:
-    """Judge a cost, such as seconds or bytes, that two codes had in turns.
-
-    It is `more` where each round's ratio is above 1, and their median is above the largest step of one code and LEAST_RATIO;
-    `less` likewise; else nothing is seen, which is `same`.
-
-    Args:
-        before, after: one value a round, above 0; two rounds at least.
-    """
-    ratios = [b / a for a, b in zip(before, after, strict=True)]
-    ratio = statistics.median(ratios)
-    step = max(max(a / b, b / a) for values in (before, after) for a, b in itertools.pairwise(values))
-    beyond = max(step, LEAST_RATIO)
-    is_more, is_less = min(ratios) > 1 and ratio > beyond, max(ratios) < 1 and 1 / ratio > beyond
-    verdict: Literal["more", "less", "same"] = "more" if is_more else "less" if is_less else "same"
-    return Compared(ratio, min(ratios), max(ratios), step, verdict)
 
 
 class Figures:

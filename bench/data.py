@@ -21,7 +21,7 @@ torch's DataLoader does that ahead of time (pin_memory), here nobody does.
 
 `cpu`: processor time of the loader process a sample, an epoch's beginning included: beside busy neighbours a rate says how
 much of a core there was, this changes less. `node` is arithmetic from it: how many of 16 cores the loader processes of 8
-such GPUs keep busy. `reading` and the ratios over `preadv`: bench/data_reading.py. `float16`: bench/data_float16.py.
+such GPUs keep busy. `reading` and the ratios over `preadv`: bench/data_reading.py.
 Exit code: 0 when the record was written, 2 when the command cannot be read.
 """
 
@@ -48,7 +48,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from bench.command import ends, head, read_keys, threads, write_record
 from bench.contest import Figures, rounded, take_turns
-from bench.data_float16 import measure_float16
 from bench.data_reading import READERS, measure_reading
 from bench.micro_data import (
     IMAGES_BATCH,
@@ -245,8 +244,8 @@ def measure(config: DataBenchConfig, folder: Path) -> dict[str, Any]:
         for end in ENDS:
             cores = cores_of_a_node(figures.flat[f"{name}_worker_cpu_us_a_sample{end}"])
             figures.flat[f"node_cores_{name}{end}"] = rounded(cores)
-    reading, float16 = measure_reading(folder / "ours", config.rounds), measure_float16(folder / "pictures")
-    return {**figures.flat, **reading.flat, **float16, "by_round": figures.by_round | reading.by_round}
+    reading = measure_reading(folder / "ours", config.rounds)
+    return {**figures.flat, **reading.flat, "by_round": figures.by_round | reading.by_round}
 
 
 def cores_of_a_node(cpu_us_a_sample: float) -> float:
@@ -289,9 +288,6 @@ def lines(record: Mapping[str, Any]) -> Iterable[str]:
         yield f"{name}: {micros:.3g} us of processor time a sample, {busy}"
     for key in (*(f"reading_{name}_cpu_us_a_sample" for name in READERS), "read_over_preadv", "epoch_over_preadv"):
         yield "{}: {:.3g} ({:.3g} to {:.3g})".format(key, *(record[f"{key}{end}"] for end in ENDS))
-    for key, value in record.items():
-        if key.startswith("float16_"):
-            yield f"{key}: {value:.3g}"
 
 
 @contextlib.contextmanager

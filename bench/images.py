@@ -8,7 +8,6 @@
     predecessor   the same shards as mosaicml/diffusion-benchmark reads them: PIL, torchvision's Resize to a square and
                   ToTensor, sample by sample in a StreamingDataset, torch's DataLoader and collate; float32
     webdataset    tars of the same files: PIL, then torchvision's Resize, CenterCrop, ToTensor; float32 (bench/micro_data.py)
-    device        where there is a GPU: ours with data.decode=device, so that the loader process hands JPEGs over
 
 All tokenise the captions by the same tokenizer. A turn is an epoch of batches of 16: images/s from the arrival of the first
 batch to that of the last, and processor time of the loader process an image, the epoch's beginning included. Beside busy
@@ -58,7 +57,6 @@ from cli.limits import limited
 from cli.table import as_table
 from config import as_written
 from data import StreamingLAIONDataset
-from stages.device_decoding import has_nvjpeg
 from stages.images import decode_image, resize_and_crop
 
 SCHEMA = 1
@@ -122,10 +120,8 @@ def loaders(folder: Path) -> dict[str, Iterable[Mapping[str, Any]]]:
     dataset = PredecessorImages(
         local=str(folder / "stage"), batch_size=IMAGES_BATCH, num_canonical_nodes=1, shuffle=True, shuffle_seed=SEED
     )
-    has_device = torch.cuda.is_available() and has_nvjpeg()
     return {
         "ours": our_loader(folder, "images", IMAGES_BATCH),
-        **({"device": our_loader(folder, "images", IMAGES_BATCH, decode="device")} if has_device else {}),
         "before": before,
         "predecessor": DataLoader(dataset, IMAGES_BATCH, num_workers=1, persistent_workers=True, drop_last=True),
         "webdataset": webdataset_loader(folder, "images", IMAGES_BATCH),
@@ -195,7 +191,7 @@ def measure_parts(rounds: int) -> dict[str, list[float]]:
 def lines(record: Mapping[str, Any]) -> Iterable[str]:
     """Yield a table of who reads, then one of where our time goes."""
     rows = []
-    for name in (name for name in ("ours", *OTHERS, "device") if f"{name}_images_per_sec" in record):
+    for name in (name for name in ("ours", *OTHERS) if f"{name}_images_per_sec" in record):
         cells = [name, *(f"{record[f'{name}_{key}']:,.0f}" for key in ("images_per_sec", "cpu_us_an_image"))]
         for ratio in ("speedup", "cpu_speedup"):
             values = [record.get(f"{ratio}_vs_{name}{end}") for end in ENDS]

@@ -16,7 +16,7 @@ A turn goes from before the tokenizer to after the VAE, the device idle at both 
 the same random weights, noise, sampler and steps; the first call of each, which compiles, is kept apart. The shares of text
 encoder, denoiser and VAE are from one more call of ours, with a clock around each: CUDA events on a GPU.
 
-The third command is for batches as an evaluation's. With `processes` ours is set up as a command is (cli/host_memory.py), and
+The third command is for batches as an evaluation's. With `processes` ours is set up as a command is, and
 the pipeline as torch comes; without it they share a process, and its ways with memory.
 
 The first of `samplers` is measured in all precisions and batches, the others in the first precision that this machine has

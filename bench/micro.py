@@ -6,8 +6,6 @@
     ema           an update of the average, against Composer's, diffusers' and one flat lerp         bench/micro_ema.py
     moments       samples/s of one loader process, against plain streaming and WebDataset            bench/micro_data.py
     images        the same from JPEGs
-    checkpoint    writing one and finding it again, against torch.save                               bench/micro_run.py
-    first_step    from the command to the first batch, against the predecessor, and with no cost of a step kept
 
 Contestants of a part take turns, round by round, in one process (bench/contest.py). The record is flat: KEY is a median,
 KEY_min and KEY_max the spread, a ratio the median of the rounds' own; `by_round` has every value. What is written on the
@@ -34,7 +32,6 @@ from bench.command import head, read_keys, write_record
 from bench.contest import Figures
 from bench.micro_data import IMAGES_BATCH, MOMENTS_BATCH, measure_data
 from bench.micro_ema import measure_ema
-from bench.micro_run import measure_checkpoint, measure_first_step
 from cli.command import command
 from cli.command_line import Problem
 from cli.errors import Failed
@@ -50,12 +47,12 @@ SCHEMA = 1
 class MicroConfig:
     """The keys of this command."""
 
-    parts: str = "ema,moments,images,checkpoint,first_step"
-    """What is measured: ema, moments, images, checkpoint, first_step, with commas between. Their order is fixed."""
+    parts: str = "ema,moments,images"
+    """What is measured: ema, moments, images, with commas between. Their order is fixed."""
     rounds: int = limited(7, 1)
-    """Turns of each contestant; checkpoint takes 3 at most, first_step 5."""
+    """Turns of each contestant."""
     num_parameters: int = limited(100_000_000, 100_000)
-    """About how many parameters the UNet has whose weights are averaged and saved."""
+    """About how many parameters the UNet has whose weights are averaged."""
     threads: int = limited(1, 1, 1024)
     """Threads of torch for updates of the EMA on a CPU; bench/micro_ema.py says why one."""
     num_samples: int = limited(8192, 2 * MOMENTS_BATCH)  # one batch begins the clock
@@ -77,8 +74,6 @@ PARTS: dict[str, Callable[[MicroConfig, Path], Figures]] = {
     "ema": lambda config, folder: measure_ema(config.num_parameters, config.rounds, config.threads),
     "moments": lambda config, folder: measure_data("moments", folder, config.num_samples, config.rounds),
     "images": lambda config, folder: measure_data("images", folder, config.num_images, config.rounds),
-    "checkpoint": lambda config, folder: measure_checkpoint(folder, config.num_parameters, config.rounds),
-    "first_step": lambda config, folder: measure_first_step(folder, config.rounds),
 }
 
 # what, our key, the other's key or None, the ratio's key or None
@@ -103,25 +98,6 @@ ROWS: tuple[tuple[str, str, str | None, str | None], ...] = (
             ("WebDataset", "webdataset", "webdataset"),
         )
     ),
-    (
-        "checkpoint written, s: torch.save (ours over it)",
-        "checkpoint_write_sec",
-        "checkpoint_torch_save_sec",
-        "checkpoint_write_over_torch_save",
-    ),
-    ("checkpoint found, s", "checkpoint_find_sec", None, None),
-    *(
-        (
-            f"command to first step, {unit}: {words} (ours over it)",
-            f"first_step_{key}",
-            f"first_step_{other}_{key}",
-            f"first_step_{ratio}over_{other}",
-        )
-        for other, words in (("predecessor", "bench.predecessor"), ("traced", "no cost kept"))
-        for unit, key, ratio in (("s", "sec", ""), ("processor s", "cpu_sec", "cpu_"))
-    ),
-    ("python benchmark.py to first step, s", "first_step_alone_sec", None, None),
-    ("python benchmark.py to first step, processor s", "first_step_alone_cpu_sec", None, None),
 )
 
 
@@ -141,14 +117,13 @@ def _work_problems(config: MicroConfig) -> list[Problem]:
     folder = Path(config.work or tempfile.gettempdir())
     if not folder.is_dir():
         return []  # said of every command: bench/command.py
-    need = {"moments": 3 * 2**16 * config.num_samples, "checkpoint": 2 * 16 * config.num_parameters}
-    need_gib = max((need.get(name, 0) for name in config.names), default=0) / 2**30
+    need_gib = 3 * 2**16 * config.num_samples / 2**30 if "moments" in config.names else 0
     free_gib = shutil.disk_usage(folder).free / 2**30
     if free_gib > need_gib:
         return []
-    keys = ("work", "parts", "num_samples", "num_parameters")
+    keys = ("work", "parts", "num_samples")
     given = f"{folder} has {free_gib:.1f} GiB free, {need_gib:.1f} GiB are needed"
-    return [Problem(f"work: {given}. Give another folder, or fewer num_samples or num_parameters.", keys)]
+    return [Problem(f"work: {given}. Give another folder, or fewer num_samples.", keys)]
 
 
 # --- the record ---

@@ -146,12 +146,10 @@ def _write(
 # --- who reads ---
 
 
-def our_loader(
-    folder: Path, stage: str, batch_size: int, workers: int = 1, decode: str = "cpu"
-) -> Iterable[dict[str, Tensor]]:
-    """This library's batches. `decode`: as data.decode."""
-    config = DataConfig(stage=stage, local=str(folder / "stage"), workers=workers, decode=decode)
-    family, device = build_family(), torch.device("cpu" if decode == "cpu" else "cuda")
+def our_loader(folder: Path, stage: str, batch_size: int, workers: int = 1) -> Iterable[dict[str, Tensor]]:
+    """This library's batches."""
+    config = DataConfig(stage=stage, local=str(folder / "stage"), workers=workers)
+    family, device = build_family(), torch.device("cpu")
     return build_data(config, family, size=SIZE, device_batch_size=batch_size, device=device, seed=SEED).dataloader
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Callback, Logger, State, Trainer
+from composer import Callback, Trainer
 from composer.algorithms import EMA
 from composer.core import DataSpec
 from composer.devices import Device
@@ -46,18 +46,6 @@ from training.speed import SpeedKeys
 from zoo.spec import Column
 
 EMA_HALF_LIFE = "100ba"
-FIRST_BATCH = "first_batch"
-
-
-class FirstBatch(Callback):
-    """Leaves a line in a file when the first batch is done."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch.value == 1 and dist.get_global_rank() == 0:
-            self.path.write_text("1\n")
 
 
 class DrawnItems(Dataset):
@@ -135,7 +123,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     folder = Path(config.run_folder, config.run_name)
     folder.mkdir(parents=True, exist_ok=True)
     throughput = Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
-    callbacks = [BatchRandomness(model, config.seed), throughput, FirstBatch(folder / FIRST_BATCH)]
+    callbacks = [BatchRandomness(model, config.seed), throughput]
     trainer = build_trainer(
         config, model, loader, callbacks, device=device, microbatch=planned_microbatch(config, cost)
     )

@@ -196,8 +196,7 @@ class RunRecord(Callback):
     def _has_speed_of(self, start: Mapping[str, Any]) -> bool:
         """True if an earlier start used the same machine and keys of speed, so that their speeds can be combined."""
         is_same = all(start[key] == self.environment[key] for key in ("device", "num_devices"))
-        how = start.get("how", self.how)
-        return is_same and how == self.how  # older versions did not record `how`: they count
+        return is_same and start["how"] == self.how
 
     def _cut_back(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
         """Keep and return some lines of metrics.jsonl; move the others to metrics.cut.jsonl."""

@@ -38,9 +38,6 @@ NUMBERS = ("batch", "images", "seconds", "guidance", "fid", "clip", "clip_x100",
 FIGURES = ("fid", "clip", "clip_x100")
 """What every row has; None where it was not measured. Of other columns an empty cell is one that its row does not have."""
 
-OF_BEFORE = {"eval_precision": "fp32"}
-"""What scores of older versions do not say."""
-
 LOCK_WAIT_SEC = 60.0
 
 WAYS = "Fix it or move it away, or give another out=FOLDER"
@@ -62,7 +59,7 @@ TEXTS = {
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a table as they were written, and what older ones do not say; none where there is no table.
+    """Return the rows of a table as they were written; none where there is no table.
 
     Args:
         path: eval.jsonl or eval.csv: both names mean the same table.
@@ -76,9 +73,8 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _row(given: Row) -> Row:
-    """Return a row as it is read: without what it does not have, with what older versions do not say."""
-    there = {key: value for key, value in given.items() if value is not None or key in FIGURES}
-    return {key: value for key, value in OF_BEFORE.items() if key not in there} | there
+    """Return a row as it is read: without what it does not have."""
+    return {key: value for key, value in given.items() if value is not None or key in FIGURES}
 
 
 def _rows_of_lines(path: Path) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -30,8 +31,7 @@ from stages.moments import FLIPPED
 from stages.shuffling import memory_gib
 from training import adamw, adapter, health, remote, sharding, warm_start
 from training import microbatch as microbatch_search
-from training.cost import Cost, has_average_on_device
-from training.kept_cost import kept_cost
+from training.cost import Cost, has_average_on_device, measure_cost
 from training.optimizer import total_batches
 from training.published import as_begun
 from training.run_config import RunConfig, needs_encoders, wants_own_rate
@@ -192,12 +192,6 @@ def batch_gib(config: RunConfig) -> float:
     family = load_family(config.model.family, config.model.preset, config.model.variant)
     columns = config.data.columns(family, config.size).values()
     sample_bytes = sum(math.prod(column.shape) * column.dtype.itemsize for column in columns)
-    if config.data.decode == "device" and not config.data.synthetic:  # files are handed over
-        stages = config.data.read()
-        of_files = sum(int(stage.shards.raw_bytes.sum()) for stage in stages) / sum(
-            stage.num_samples for stage in stages
-        )
-        sample_bytes = max(sample_bytes, math.ceil(of_files))
     return config.global_batch_size // dist.get_world_size() * sample_bytes / 2**30
 
 
@@ -345,11 +339,15 @@ def planned_microbatch(config: RunConfig, cost: Cost) -> int:
     return microbatch_search.estimated(cost, device_batch, ranks_on_device(), ema=has_average_on_device(config))
 
 
+traced_cost = functools.cache(measure_cost)
+"""It takes seconds, and a start asks for it several times."""
+
+
 def cost_of(config: RunConfig) -> Cost:
     """Return the cost of a training step of the run's model."""
     assert config.precision is not None
-    cost = kept_cost(
-        replace(config.model, weights=None, denoiser=None),  # they do not change what a step takes
+    cost = traced_cost(
+        config.model,
         config.objective,
         stage=config.data.stage,
         stored_text=config.data.text == "stored",

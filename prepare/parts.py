@@ -11,8 +11,7 @@
 A part's bytes depend only on its input and the plan, not on the process that makes it or on interruptions. A part with a
 part.json is done and is never made again.
 
-A part.json has the digests of its samples' keys too, in base64. Where one lacks them, an older version made it, and the stage
-has no keys.u64.
+A part.json has the digests of its samples' keys too, in base64.
 """
 
 from __future__ import annotations
@@ -264,7 +263,7 @@ def finish(place: Place, plan: Plan, further: Mapping[str, Any] | None = None) -
         of_part, content = _read_part(place, plan, number)
         counts.add(of_part)
         skipped += content["skipped"]
-        keys.append(content.get("keys"))
+        keys.append(content["keys"])
         for entry in content["shards"]:
             raw = {**entry["raw_data"], "basename": f"{part_name(number)}/{entry['raw_data']['basename']}"}
             shards.append({**entry, "raw_data": raw})
@@ -282,10 +281,8 @@ def finish(place: Place, plan: Plan, further: Mapping[str, Any] | None = None) -
     return counts
 
 
-def _put_keys(place: Place, keys: Sequence[str | None], folder: Path) -> dict[str, str]:
-    """Write the digests of all parts' keys; return what dataset.json says of them. Nothing, if a part has none."""
-    if None in keys:
-        return {}
+def _put_keys(place: Place, keys: Sequence[str], folder: Path) -> dict[str, str]:
+    """Write the digests of all parts' keys; return what dataset.json says of them."""
     path = folder / KEYS_FILE
     np.sort(np.frombuffer(b"".join(map(base64.b64decode, keys)), NUMBER)).tofile(path)
     digest = file_digest(path)

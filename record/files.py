@@ -45,7 +45,7 @@ OPTIONAL = {
     "lost": list,
     **dict.fromkeys(("fid", "clip"), (*NUMBER, type(None))),
 }
-"""What a line may have, or not: one of an older version, or where something was not measured."""
+"""What a line may have, or not, where something was not measured."""
 
 
 def remove_left_overs(folder: Path) -> None:

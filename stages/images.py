@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -74,41 +73,6 @@ def _refused() -> Iterator[None]:
 def _opened(data: bytes) -> Image.Image:
     """Read the header, which checks the size. Raises what PIL raises, or SampleError."""
     return _from_pixels(data) if isinstance(data, Pixels) else open_image(data)
-
-
-@dataclass(frozen=True)
-class JpegHeader:
-    """What is known of a JPEG before it is decoded."""
-
-    stored: ImageSize
-    """(width, height), px, as it is decoded."""
-    orientation: Any
-    """As EXIF has it; see `upright`."""
-
-    @property
-    def size(self) -> ImageSize:
-        """(width, height), px, of the picture upright."""
-        return self.stored[::-1] if self.orientation in TRANSPOSED else self.stored
-
-
-def header_of_jpeg(data: bytes) -> JpegHeader | None:
-    """Look at a picture without decoding it; None: no JPEG of the kinds that every decoder reads alike.
-
-    Those are grey, or YCbCr by the numbers of its channels; Adobe's marker, which not all decoders look at, does not say RGB.
-
-    Raises:
-        SampleError: as `decode_image`, where the header alone says it.
-    """
-    if isinstance(data, Pixels):
-        return None
-    with _refused():
-        image: Any = _opened(data)
-        if not _is_plain(image, data):
-            return None
-        is_ycc = [channel[0] for channel in image.layer] == [1, 2, 3] and image.info.get("adobe_transform", 1) == 1
-        if not (is_ycc or image.mode == "L"):
-            return None
-        return JpegHeader(image.size, image.getexif().get(ExifTags.Base.Orientation, 1))
 
 
 def _decode_jpeg(image: Image.Image, data: bytes) -> Tensor | None:

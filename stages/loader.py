@@ -34,7 +34,6 @@ class Loader(StreamingDataLoader):
     can resume on another number of ranks at the same place (mosaicml/streaming issue 869).
 
     `bad_samples`: sample id -> (key, reason), of this rank so far; callbacks/run_record.py gathers them from all ranks.
-    `decode`: makes a batch whole where loader workers hand over what they have not decoded (stages/device_decoding.py).
     `all_ready`: called about once a second with false while this rank waits for its next batch, then with true. It returns
     whether all ranks have theirs; no rank starts its batch earlier. An error that it raises ends the wait.
     """
@@ -45,12 +44,11 @@ class Loader(StreamingDataLoader):
         *,
         epoch_batches: int,
         max_bad_samples: int,
-        decode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         all_ready: Callable[[bool], bool] = lambda is_here: is_here,
         **arguments: Any,
     ):
         super().__init__(dataset, batch_size=None, worker_init_fn=live_as_worker, **arguments)
-        self.decode, self.all_ready = decode, all_ready
+        self.all_ready = all_ready
         self.epoch_batches = epoch_batches
         self.max_bad_samples = max_bad_samples
         self.bad_samples: dict[int, tuple[str, str]] = {}
@@ -93,8 +91,6 @@ class Loader(StreamingDataLoader):
                 raise StreamFailure(batch["failure"][0])
             if RECEIPT in batch:
                 self.dataset.memory.collect(batch)
-            if self.decode is not None:
-                batch = self.decode(batch)
             self.bad_samples.update({sample_id: (key, reason) for sample_id, key, reason in batch.pop("bad", ())})
             self.check(self.bad_samples)
             while not self.all_ready(True):

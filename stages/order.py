@@ -1,6 +1,6 @@
 """The order in which an epoch reads the samples of its stages: streaming's own, resumed anywhere, dealt into buckets.
 
-Its random part is made in stages/shuffling.py, and for the next epoch beside this one (stages/order_ahead.py).
+Its random part is made in stages/shuffling.py.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ import torch
 from filelock import FileLock
 from streaming import StreamingDataset
 
-from cli.log import EVERY_RANK, log
-from cli.memory import host_bytes
 from cli.private_api import require_private_api
 from stages.buckets import in_buckets
 from stages.draws import Draw, draw_of
 from stages.fetch import RetryingStream
 from stages.machine import MachineStages
-from stages.order_ahead import Ahead
 from stages.shared_memory import SEGMENTS
-from stages.shuffling import Array, Epoch, dtype_of, memory_gib, order_of, padded_for, part_of_worker, share
-
-AHEAD_SAMPLES = 10_000_000  # whose order takes a second
+from stages.shuffling import Array, Epoch, dtype_of, order_of, padded_for, part_of_worker, share
 
 OF_ORDER = ("_get_work", "_resume_incr_epoch", "_shared_barrier", "_unique_worker_world", "_parallel_worker_world")
 require_private_api(StreamingDataset, *OF_ORDER, "_shm_prefix_int", why="an epoch's order is made and shared here")
@@ -55,8 +50,6 @@ class OrderedStages(MachineStages):
         self.sources = None if sources is None else torch.tensor(sources)
         self.buckets = None if buckets is None else np.asarray(buckets)
         self.epoch = 0  # that is read
-        self._num_batches = 0  # of this process, in that epoch
-        self._ahead: Ahead | None = None
         super().__init__(streams=streams, **arguments)
         assert not self.shuffle or self.shuffle_algo == "py1e"  # the one that is made here
         assert self.sampling_method == "balanced"  # the same
@@ -102,11 +95,6 @@ class OrderedStages(MachineStages):
 
     # --- the order of an epoch ---
 
-    def _read_so_far(self, num_batches: int) -> None:
-        """Begin with the next epoch's order halfway through this one; `num_batches`: that this process has read of it."""
-        if num_batches == self._num_batches // 2 and self._unique_worker_world.is_local_leader:
-            self._begin_next()
-
     def _get_work(self, epoch: int, sample_in_epoch: int) -> Array:
         """Return this worker's samples: one process of the machine makes the order, and the others take theirs from it.
 
@@ -126,14 +114,11 @@ class OrderedStages(MachineStages):
         self._shared_barrier(self._unique_worker_world.workers_per_node)
         if leads:
             shared.unlink()
-        self._num_batches = len(own) // self.batch_size
         return own
 
     def _order_of_node(self, epoch: int, sample_in_epoch: int) -> Array:
         """Return the samples that this node reads, in their order, from a sample of the epoch (over all nodes) on."""
-        wanted = self._epoch_of(epoch)
-        order = self._made_ahead(wanted)
-        order = order_of(wanted, shuffle=self.shuffle) if order is None else order
+        order = order_of(self._epoch_of(epoch), shuffle=self.shuffle)
         nodes = self._parallel_worker_world.num_nodes
         if self.buckets is None:
             return order[sample_in_epoch // nodes :]
@@ -173,47 +158,3 @@ class OrderedStages(MachineStages):
         of_shard = self.buckets.astype(np.int16)[self.stream_per_shard]
         buckets = np.repeat(of_shard, self.samples_per_shard)[order]
         return in_buckets(order, buckets, self._batches_of_buckets(batch_size), batch_size)
-
-    # --- the next one ---
-
-    def let_go(self) -> None:
-        """Let another run have the cache folders, and end the process that makes an order."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
-        super().let_go()
-
-    def _begin_next(self) -> None:
-        """Let another process make the next epoch's order, if that takes time, and there is memory for it."""
-        if not self.shuffle or self.epoch_size < AHEAD_SAMPLES:
-            return
-        epoch = self._epoch_of(self.epoch + 1)
-        parts = min(epoch.nodes, epoch.canonical_nodes)
-        need = memory_gib(self.epoch_size, parts, has_weights=self.has_weights)[1]
-        free = host_bytes()[1] / 2**30
-        if need > free / 2:
-            given = f"{need:.2g} GiB to make the next epoch's order meanwhile, {free:.2g} are free"
-            log.info(f"data: {given}: it is made when that epoch begins.", extra=EVERY_RANK)
-            return
-        try:
-            self._ahead = Ahead(epoch)
-        except OSError as error:
-            _say_not_ahead(epoch.epoch, error)
-
-    def _made_ahead(self, epoch: Epoch) -> Array | None:
-        """Return the order, if it is the one that has been begun with."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return None
-        if not ahead.epoch.is_like(epoch):
-            ahead.close()
-            return None
-        try:
-            return ahead.take()
-        except RuntimeError as error:
-            _say_not_ahead(epoch.epoch, error)
-            return None
-
-
-def _say_not_ahead(epoch: int, error: Exception) -> None:
-    log.info(f"data: the order of epoch {epoch} was not made ahead ({error}): it is made now.", extra=EVERY_RANK)

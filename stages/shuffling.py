@@ -6,8 +6,6 @@ sample goes far, they are sorted window by window, and in place.
 
 Two samples whose shifted places are equal to the last bit are left in the order of their row. There is about one such pair in
 100 million samples; how streaming orders it depends on the processor that numpy sorts with.
-
-Imports numpy alone: a process of its own, which makes the next epoch's order, is soon there (stages/order_ahead.py).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import numpy as np
 from stages.sampling import Array, sampled
 
 WINDOW = 1 << 19  # samples that are sorted at once, beside those that wait for the next window
-# Memory in all, in orders (python -m bench.order): what is made, what is shared, what the workers have; and of buckets.
+# Memory in all, in orders (reports/results/order.json): what is made, what is shared, what the workers have; and of buckets.
 PLAIN, DEALT = 3, 7
 WINDOW_BYTES = 64  # of each sample that is in the window of a sort
 
@@ -59,11 +57,6 @@ class Epoch:
         if self.canonical_nodes >= self.nodes:
             return range(self.node, self.canonical_nodes, self.nodes)
         return range(self.node % self.canonical_nodes, self.node % self.canonical_nodes + 1)
-
-    def is_like(self, other: Epoch) -> bool:
-        """True where the order of both is the same."""
-        mine, others = ({**vars(each), "sizes": each.sizes.tolist()} for each in (self, other))
-        return mine == others
 
 
 def dtype_of(num_samples: int) -> np.dtype[Any]:

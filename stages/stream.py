@@ -134,17 +134,14 @@ class BatchStream(OrderedStages):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         epoch, sample_ids = self._begin()
         batches, ahead = whole_batches(sample_ids, self.batch_size), deque[tuple[np.ndarray, set[int]]]()
-        num_batches = 0
         try:
             while self._plan(epoch, batches, ahead) or self._failure is not None:
                 self._look()
                 if self._failure is not None:
                     yield {"failure": [self._failure]}
                 else:
-                    self._read_so_far(num_batches)
                     yield self._batch_of(ahead[0][0])
                     ahead.popleft()
-                    num_batches += 1
         finally:
             epoch.end()
         for thread in epoch.threads:  # all is read, so none of them has anything to fetch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,17 @@ from conftest import ROOT
 RECORD = ROOT / "reports/results/shapes_run"
 NASTY = "a<b>&'q\" \U0001f600"
 HTML = "<img src=x onerror=\"document.title='hit'\"><script>document.title='hit'</script>"
+
+
+def find_browser() -> str | None:
+    """Return the program of a Chromium, or None where there is none."""
+    names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def words_for_browser() -> list[str]:
+    """Return the words without which it does not start in a container: root has no sandbox, /dev/shm may be small."""
+    return ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
 
 
 def copy_run(runs: Path, name: str = "shapes_run", *, num_grids: int = 4) -> Path:

@@ -28,10 +28,6 @@ import pytest
 import warm
 from PIL import Image
 
-with contextlib.suppress(ImportError):  # before a file of tests lets a run's start hide them: see cli/later.py
-    import accelerate  # noqa: F401
-    import peft  # noqa: F401
-
 pytest_plugins = ("miniature", "hub_server")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,17 +41,6 @@ TINY_RUN = [
     "measure.warmup_batches=2",
     "loggers.progress_bar=false",
 ]
-
-
-def unpack_older_run(folder: Path) -> None:
-    """Unpack the run of tests/golden, or skip: its random encoders are those that torch draws with AVX2 or better."""
-    import torch
-
-    drawn = torch.randn(1000, generator=torch.Generator().manual_seed(5))
-    if abs(drawn.double().abs().sum().item() - 748.908322555) > 1e-6:  # without AVX2 it is 748.908326581
-        pytest.skip(f"torch's normal numbers differ in their last bits ({torch.backends.cpu.get_cpu_capability()})")
-    with tarfile.open(ROOT / "tests/golden/run_of_before.tar.xz") as tar:
-        tar.extractall(folder, filter="data")
 
 
 def with_frames(family: str, size: tuple[int, int], variant: str = "stock") -> tuple[int, ...]:
@@ -228,7 +213,7 @@ def cost_made_up() -> Iterator[None]:
         frozen_gib=0.01,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight.run, "kept_cost", lambda *given, **ways: cost)
+        patch.setattr(preflight.run, "traced_cost", lambda *given, **ways: cost)
         yield
 
 

@@ -139,7 +139,7 @@ TABLE = """
 - elif waited_sec + took_sec + needed > self.config.grace_sec:
 + elif waited_sec + took_sec - needed > self.config.grace_sec:
 
-27 | training/checkpoint_content.py | checkpoints | what a checkpoint does not name is not compared with its default
+27 | training/checkpoint_content.py | checkpoints | what a checkpoint lacks is not compared
 - if made[key] != value and not
 + if key in saved and made[key] != value and not
 

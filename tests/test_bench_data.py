@@ -1,4 +1,4 @@
-"""bench/data.py: layouts of the same samples, the arithmetic of a node, float16's error by closed forms; no speed."""
+"""bench/data.py: layouts of the same samples, the arithmetic of a node; no speed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ import pytest
 import torch
 from conftest import run
 
-from bench import adopt as bench_adopt
 from bench import data as bench_data
-from bench import data_float16, data_reading
+from bench import data_reading
 from bench import store as bench_store
 from bench.micro_data import MOMENTS_BATCH, our_loader
 
@@ -112,47 +111,12 @@ def test_waiting_is_the_time_that_a_batch_is_late(monkeypatch):
     assert bench_data.paced_wait(batches(), 5) == pytest.approx(0.08 / (0.08 + 0.32))
 
 
-# --- float16 ---
-
-
-def test_errors_of_known_moments_are_those_of_their_rounding():
-    """1 + 2**-12 becomes 1 in float16, 11 bits long; a logvar of -2 and one of 0 are kept."""
-    mean = torch.full((1, 4, 2, 2), 1.0 + 2.0**-12)
-    mean[0, 0, 0, 0] = -1.0
-    found = data_float16.errors(torch.cat([mean, torch.full_like(mean, -2.0)], dim=1), 1.0)
-    std = float(torch.exp(torch.tensor(-1.0, dtype=torch.float64)))
-    assert found["posterior_std"] == pytest.approx(std)
-    assert found["mean_error_of_std_max"] == pytest.approx(2.0**-12 / std)
-    assert found["mean_error_of_std"] == pytest.approx(15 / 16 * 2.0**-12 / std)
-    assert found["std_error_max"] == 0.0
-    unit = float(mean.double().std())
-    assert found["latent_error_max"] == pytest.approx(2.0**-12 / unit) == found["reference_latent_error_max"]
-
-
-def test_an_error_of_the_log_variance_is_half_of_it_in_the_standard_deviation():
-    """-8 - 2**-9 lies in the middle between two float16 numbers, 2**-7 apart, and is rounded to the even one, -8."""
-    logvar = torch.full((1, 4, 1, 1), -8.0 - 2.0**-9)
-    found = data_float16.errors(torch.cat([torch.zeros_like(logvar), logvar], dim=1), 1.0)
-    assert found["std_error_max"] == pytest.approx(np.expm1(2.0**-10), rel=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(100, func_only=True)
-def test_float16_keeps_a_latent_as_well_as_the_reference_does_that_rounds_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_float16, "subprocess", WARM)
-    found = data_float16.measure_float16(tmp_path / "pictures", num_pictures=8)
-    assert found["float16_sd2_latent_error"] == pytest.approx(found["float16_sd2_reference_latent_error"], rel=0.05)
-    assert 0.0 < found["float16_sd2_latent_error_max"] < 5 * 2.0**-11  # means up to five standard deviations
-    assert 0.0 < found["float16_vae_mean_error_of_std"] < found["float16_vae_mean_error_of_std_max"]
-
-
 # --- the command ---
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
 def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_data, "measure_float16", lambda folder: {"float16_sd2_latent_error": 0.1})  # tested above
     results, work = tmp_path / "data.json", tmp_path / "work"
     work.mkdir()
     # so many that a loader process, whose time is counted in hundredths of a second, takes some
@@ -238,26 +202,3 @@ def test_a_place_in_no_s3_store_or_with_a_password_in_it_is_refused_at_once(caps
     monkeypatch.setattr(bench_store, "measure", lambda *given: pytest.fail("it was begun"))
     assert bench_store.main([place]) == 2
     assert capsys.readouterr().err.endswith(said + "\n")  # before it, of a password, how it may be given
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200, func_only=True)
-def test_adoption_and_compressed_shards_are_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_adopt, "subprocess", WARM)
-    record = tmp_path / "record.json"
-    words = [str(tmp_path / "place"), "num_shards=12", "num_images=32", "rounds=1", f"results={record}"]
-    assert bench_adopt.main(words) == 0
-    found = json.loads(record.read_text())
-    assert found["many_shards"] == 12 and 0 < found["adopt_bytes_read"] < found["many_bytes"]
-    assert found["zstd_over_plain"] > 0 < found["unpack_zstd_mb_per_sec"] and found["zstd_bytes"] < found["plain_bytes"]
-
-
-def test_a_place_where_nothing_can_be_measured_is_refused_at_once(capsys, monkeypatch):
-    monkeypatch.setattr(bench_adopt, "measure", lambda *given: pytest.fail("it was begun"))
-    for place, said in (
-        ("gs://bucket/x", "PLACE: gs://bucket/x is in no S3 store. Write s3://BUCKET/PREFIX, or a folder."),
-        ("s3:///x", "PLACE: s3:///x names no bucket. Write s3://BUCKET/PREFIX."),
-        ("/proc/x", "PLACE: /proc/x cannot be written: /proc: "),
-    ):
-        assert bench_adopt.main([place]) == 2
-        assert capsys.readouterr().err.startswith(said)

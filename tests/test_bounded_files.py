@@ -116,7 +116,6 @@ def test_no_reader_of_a_runs_folder_waits_for_a_pipe_or_reads_a_device(what, tmp
         ("reports.mlperf", ["a.json", "out"]),
         ("reports.page", ["a.json"]),
         ("reports.samples", ["a.png", "a.txt", "out.png"]),
-        ("reports.screenshot", ["a.html", "out.png"]),
         ("evaluation.plots", ["a.json", "out.png"]),
         ("evaluation.plots", ["a.jsonl", "out.png"]),
         ("evaluation.plots", ["scores.json", "out.png", "target=a.yaml"]),

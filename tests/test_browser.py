@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_pages import NASTY, RECORD, broken_run, copy_run, other_run
+from browser_pages import NASTY, RECORD, broken_run, copy_run, find_browser, other_run, words_for_browser
 
 from reports import live, page
 from reports.page_text import NONE
-from reports.screenshot import find_browser, words_for_browser
 
 HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
 pytestmark = [

@@ -34,7 +34,7 @@ SIZES = [(80, 96), (200, 64), (64, 64), (150, 151)]  # of the pictures, px
 
 
 def test_draws_are_those_of_their_numbers_for_ever():
-    """A run of an older version goes on with them."""
+    """A run goes on with them."""
     draw = draw_of(17, 3, 1234567)
     assert (draw.flip, draw.caption) == (0.5681902511529978, 0.8920810913393582)
     assert (draw.left, draw.top) == (0.1475971294592746, 0.5581881941826556)

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, cost_made_up, started, tree, unpack_older_run
+from conftest import ROOT, cost_made_up, started, tree
+from exported import CASES, OF_RUNS, drawn_elsewhere, drawn_here
 from hub_server import TOKEN, Hub
 from PIL import Image
 from torch import nn
@@ -27,7 +28,6 @@ from torch import nn
 import benchmark
 import eval as scoring
 import export
-from bench.export import CASES, OF_RUNS, drawn_elsewhere, drawn_here, table
 from cli.files import whole_folder
 from model import build_model
 from record.checkpoint_files import FULL, WEIGHTS, listed
@@ -267,14 +267,6 @@ def test_the_newest_snapshot_one_by_name_and_a_full_checkpoint_are_taken(run, ch
     with pytest.raises(ValueError) as caught:
         export.chosen(change, "im7")
     assert str(caught.value) == f"snapshot: {change} has no 'im7'. It has: last, im16, ba4, ba2."
-
-
-def test_a_run_of_an_older_version_is_exported(tmp_path):
-    unpack_older_run(tmp_path)
-    out = exported(tmp_path / "of_before", tmp_path / "out")
-    facts = json.loads((out / "export.json").read_text())
-    assert facts["images"] == 8 and facts["encoders"] == "random"
-    assert "Its text encoder and VAE have random weights: its images mean nothing." in (out / "README.md").read_text()
 
 
 # --- what cannot be ---
@@ -520,13 +512,3 @@ def test_an_export_is_brought_to_the_hub_and_comes_back(hub: Hub, run, tmp_path,
             upload(out, "easel/tiny", private=True, message="again")
         said = f"push_to_hub: easel/tiny: {name} did not take it (HTTP {401 if status == 200 else status})"
         assert str(caught.value) == f"{said}. {way}"
-
-
-# --- what was measured ---
-
-
-def test_the_pages_table_is_that_of_the_committed_record():
-    record = json.loads((ROOT / "reports/results/export_difference.json").read_text())
-    assert set(record["models"]) == set(CASES)
-    assert all(model["max_abs_difference"] < 1e-4 and model["image_std"] > 0.1 for model in record["models"].values())
-    assert f"```text\n{table(record)}\n```" in (ROOT / "docs/weights.md").read_text()

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from exported import CASES
 from safetensors.torch import load_file, save_file
 from test_export import SHORT, exported, train
 from torch import nn
 
 import export
-from bench.export import CASES
 from model import LatentDiffusion, build_model
 from training import warm_start
 from weights import ldm, ldm_names

@@ -148,7 +148,6 @@ def scored(kind: Literal["run", "images"]) -> Callable[[list[str]], Any]:
     def read(words: list[str]) -> Any:
         command = parse_command_line(words, ALIASES, takes_places=True)
         place = "RUN" if kind == "run" else "IMAGES"
-        eval_keys.vain(command, [kind])
         return evaluation.read(Place(str(PLACES[place]), PLACES[place], kind), command)
 
     return read

@@ -19,7 +19,7 @@ from prepare.fid_statistics import _size_of
 from prepare.laion.resizer import readable_by_opencv
 from prepare.look_samples import look_at
 from stages.image_files import FORMATS, IMAGE_SUFFIXES, MAX_PIXELS, format_of, open_image
-from stages.images import SampleError, decode_image, header_of_jpeg
+from stages.images import SampleError, decode_image
 from zoo import load_family
 
 
@@ -128,7 +128,6 @@ def of_file(read, content: bytes, folder: Path):
 
 READERS = {
     "decode_image": lambda content, folder: decode_image(content),
-    "device": lambda content, folder: header_of_jpeg(content),
     "coco": lambda content, folder: resized(content, 64, "PNG"),
     "evaluation": lambda content, folder: of_file(read_image, content, folder),
     "laion": lambda content, folder: readable_by_opencv(content, keeps_bytes=True),
@@ -293,12 +292,6 @@ def test_srgb_and_a_profile_without_use_change_nothing(profile):
         plain = encoded(noise((40, 30)), "JPEG", **options)
         tagged = encoded(noise((40, 30)), "JPEG", icc_profile=profile, **options)
         assert torch.equal(decode_image(tagged), decode_image(plain))
-
-
-def test_a_device_decodes_what_needs_no_conversion():
-    plain, tagged = encoded(noise((40, 30)), "JPEG"), encoded(noise((40, 30)), "JPEG", icc_profile=SRGB)
-    assert header_of_jpeg(plain) == header_of_jpeg(tagged) is not None
-    assert header_of_jpeg(swapped_jpeg()) is None  # the CPU's
 
 
 def test_an_evaluation_ignores_profiles_as_pytorch_fid_does(tmp_path):

@@ -11,7 +11,6 @@ import pytest
 import xxhash
 from streaming import StreamingDataset
 
-from prepare import latents, parts, shards
 from stages.dataset import read_stage
 from stages.keys import KEYS_FILE, are_in, key_digest
 
@@ -52,23 +51,6 @@ def test_a_list_that_is_not_whole_is_refused(miniature, tmp_path):
         are_in(stage, np.zeros(1, np.uint64), None)
     found = xxhash.xxh64(bytes(8)).hexdigest()
     assert str(error.value) == f"{path} is damaged: its xxh64 is {found}, dataset.json says {wanted}. Copy it anew."
-
-
-def test_a_stage_with_a_part_of_an_older_version_has_no_keys_and_is_read(miniature, tmp_path, monkeypatch):
-    make = parts.Place.put_bytes
-
-    def as_before(self, name, content):
-        if name.endswith(parts.PART_FILE):
-            part = json.loads(content)
-            content = json.dumps({key: value for key, value in part.items() if key != "keys"}).encode()
-        make(self, name, content)
-
-    monkeypatch.setattr(parts.Place, "put_bytes", as_before)
-    assert shards.main([str(miniature.folder / "tars"), str(tmp_path / "out"), "shard_size=32kb"]) == 0
-    stage = read_stage(str(tmp_path / "out"))
-    assert "keys_xxh64" not in stage.facts and not (tmp_path / "out" / KEYS_FILE).exists()
-    assert stage.index_sha256 == read_stage(str(miniature.images)).index_sha256
-    assert latents.open_input(str(tmp_path / "out"))[1].num_samples == 192
 
 
 def test_the_list_of_a_stage_in_a_store_is_fetched_once_and_compared(miniature, store, tmp_path, monkeypatch):

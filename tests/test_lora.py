@@ -5,6 +5,7 @@ Whole runs are in tests/test_lora_runs.py.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,11 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY_RUN, with_frames
+from conftest import TINY_RUN, with_frames
 from test_families import CAPTIONS, TRAINED, every_member, tiny
 
 import benchmark
-from cli import later
 from model import LatentDiffusion
 from training import adapter, speed
 from training.cost import measure_cost
@@ -269,13 +269,6 @@ def test_the_estimate_counts_base_adapter_and_its_states(name):
     assert full.memory_by_kind(1, ema=True)["frozen base"] == 0.0
 
 
-def test_a_start_without_lora_imports_no_peft():
-    code = "import sys, benchmark; print([n for n in ('peft', 'accelerate', 'boto3') if sys.modules.get(n)])"
-    code += "; from cli import later; print(later.is_installed('peft'), later.load('peft').__name__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.stdout.splitlines() == ["[]", "True peft"], done.stderr  # hidden, and found again
-
-
 # --- what cannot be ---
 
 
@@ -338,7 +331,10 @@ def test_what_cannot_be_is_refused_with_what_can(words, said, capsys):
 
 @pytest.mark.usefixtures("quick_estimate")
 def test_without_peft_the_way_to_it_is_said(capsys, monkeypatch):
-    monkeypatch.setattr(later, "is_installed", lambda name: False)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "peft" else find_spec(name, *more)
+    )
     assert refused(capsys, "data.synthetic=true", "lora.rank=4") == [
         "lora.rank: 4 needs peft, which is not installed. Install requirements.lock (make env), or leave lora.rank out."
     ]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, cost_made_up, run
+from exported import CASES
 from PIL import Image
 from safetensors.torch import load_file
 from test_checkpoints import newest, same_training
@@ -23,7 +24,6 @@ from torch import multiprocessing
 import benchmark
 import eval as scoring
 import export
-from bench.export import CASES
 from record.checkpoint_files import FULL, WEIGHTS, listed, read
 from weights.tensors import trained_parameters
 from zoo.pipeline_folder import write_safetensors

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import contest, micro, micro_data, micro_ema, micro_run
+from bench import contest, micro, micro_data, micro_ema
 
 TINY = ["num_parameters=100000", "num_samples=128", "num_images=32", "rounds=2"]
 CPU = torch.device("cpu")
@@ -105,16 +103,15 @@ def test_all_loaders_of_images_deliver_the_same_pictures(tmp_path):
 def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_path, capsys):
     results, work = tmp_path / "new" / "micro.json", tmp_path / "work"
     work.mkdir()
-    words = [*TINY, "parts=ema,moments,images,checkpoint", f"results={results}", f"work={work}"]
+    words = [*TINY, f"results={results}", f"work={work}"]
     assert micro.main(words) == 0
     record, printed = json.loads(results.read_text()), capsys.readouterr().out.splitlines()
     assert list(work.iterdir()) == []
     assert record["schema"] == 1 and record["device"] and record["date"] and record["torch_version"]
     assert "commit" in record and record["config"]["num_samples"] == 128
     assert printed[0].split() == ["what", "ours", "other", "ratio", "spread"]
-    rows = [row for row in micro.ROWS if not row[1].startswith("first_step")]  # which was not asked for
-    assert len(printed) == 1 + len(rows)
-    for _, ours, other, ratio in rows:
+    assert len(printed) == 1 + len(micro.ROWS)
+    for _, ours, other, ratio in micro.ROWS:
         assert record[ours] >= 0 and (other is None or record[other] >= 0)
         if ratio:
             pairs = (record["by_round"][ours], record["by_round"][other])
@@ -125,72 +122,13 @@ def test_the_record_has_every_figure_and_its_ratios_are_those_of_its_rounds(tmp_
             assert record[f"{ratio}_max"] == pytest.approx(max(ratios), rel=1e-5)
     for key, values in record["by_round"].items():
         assert record[key] == pytest.approx(statistics.median(values), rel=1e-5)
-    assert {"ema_speedup_vs_composer", "moments_speedup_vs_webdataset", "checkpoint_gib"} <= record.keys()
-
-
-def made_up(code: str) -> tuple[str, ...]:
-    """A program in place of the launcher; the run's folder and name are its last words."""
-    setup = "import os, sys, pathlib, time; folder, name = (word.split('=', 1)[1] for word in sys.argv[-2:]); "
-    return (sys.executable, "-c", setup + code)
-
-
-WRITE = "path = pathlib.Path(folder, name); path.mkdir(); (path / 'metrics.jsonl').write_text('{}\\n'); time.sleep(0.5)"
-
-
-def test_the_first_step_is_counted_until_its_line_is_there(tmp_path):
-    began = time.perf_counter()
-    seconds, cpu_seconds = micro_run.first_step_sec(
-        tmp_path, "a", made_up(f"time.sleep(0.3); {WRITE}; time.sleep(1.5)"), "metrics.jsonl"
-    )
-    ended = time.perf_counter() - began
-    assert 0.3 < seconds < ended - 1.0 and cpu_seconds >= 0  # the program sleeps 2 s more after its line
-
-
-def test_processor_time_is_also_that_of_what_a_launcher_has_started(tmp_path):
-    busy = "import time\nwhile time.process_time() < 0.5: pass\n"
-    ended = f"subprocess.run([sys.executable, '-c', {busy!r}])"
-    alive = f"subprocess.Popen([sys.executable, '-c', {busy + 'time.sleep(3)'!r}])"
-    for name, start in {"ended": ended, "alive": f"{alive}; time.sleep(2)"}.items():
-        program = made_up(f"import subprocess; {start}; {WRITE}")
-        assert micro_run.first_step_sec(tmp_path, name, program, "metrics.jsonl")[1] > 0.4
-
-
-def test_starts_take_turns_and_one_of_them_finds_no_cost(monkeypatch, tmp_path):
-    """They share a cache, which is not the user's."""
-    note = "place = pathlib.Path(os.environ['XDG_CACHE_HOME'], 'easel', 'costs'); found = place.exists(); "
-    note += "place.mkdir(parents=True, exist_ok=True); sum(range(5_000_000)); "
-    note += "open(pathlib.Path(folder, 'seen'), 'a').write(f'{name} {found}\\n'); "
-    names = (micro_run.TRACED, "first_step", "first_step_predecessor")
-    monkeypatch.setattr(micro_run, "STARTS", {name: (made_up(note + WRITE), "metrics.jsonl") for name in names})
-    figures = micro_run.measure_first_step(tmp_path, 2)
-    assert (tmp_path / "seen").read_text().splitlines() == [
-        *("first_step_traced-0 False", "first_step-0 True", "first_step_predecessor-0 True"),
-        *("first_step-1 True", "first_step_predecessor-1 True", "first_step_traced-1 False"),
-    ]
-    ratios = {f"first_step_{cpu}over_{other}" for cpu in ("", "cpu_") for other in ("traced", "predecessor")}
-    assert ratios <= figures.flat.keys() and len(figures.by_round["first_step_cpu_sec"]) == 2
-
-
-def test_a_part_that_fails_is_named_and_leaves_no_record(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(micro_run, "STARTS", {"first_step": (made_up("sys.exit('no such key')"), "metrics.jsonl")})
-    results = tmp_path / "micro.json"
-    assert micro.main(["parts=first_step", f"results={results}", f"work={tmp_path}"]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("micro: no record was written. first_step: RuntimeError: ")
-    assert error.endswith("ended with 1. It printed: no such key")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_beyond_its_limit_is_ended(monkeypatch, tmp_path):
-    monkeypatch.setattr(micro_run, "LIMIT_SEC", 0.3)
-    with pytest.raises(RuntimeError, match="ended with -9. It printed: $"):
-        micro_run.first_step_sec(tmp_path, "a", made_up("time.sleep(60)"), "metrics.jsonl")
+    assert {"ema_speedup_vs_composer", "moments_speedup_vs_webdataset"} <= record.keys()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("parts=ema,speed", "parts: unknown 'speed'. Known: ema, moments, images, checkpoint, first_step."),
+        ("parts=ema,speed", "parts: unknown 'speed'. Known: ema, moments, images."),
         ("rounds=0", "command line: rounds is 0. Possible: 1 and up."),
         ("num_samples=127", "command line: num_samples is 127. Possible: 128 and up."),
         ("num_images=16", "command line: num_images is 16. Possible: 32 and up."),
@@ -212,18 +150,3 @@ def test_a_full_disk_is_known_before_anything_is_measured(capsys, tmp_path):
     assert micro.main([f"work={tmp_path}", "num_samples=1000000000"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"work: {tmp_path} has ") and "183105.5 GiB are needed. Give another folder" in error
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120, func_only=True)
-def test_the_command_measures_real_starts(tmp_path, monkeypatch):
-    """Without the launcher, for time."""
-    alone = {
-        "first_step": ((sys.executable, "benchmark.py"), "metrics.jsonl"),
-        "first_step_predecessor": ((sys.executable, "-m", "bench.predecessor"), micro_run.FIRST_BATCH),
-    }
-    monkeypatch.setattr(micro_run, "STARTS", alone)
-    results = tmp_path / "micro.json"
-    assert micro.main(["parts=first_step", "rounds=1", f"results={results}"]) == 0
-    record = json.loads(results.read_text())
-    assert record["first_step_sec"] > 0.0 and record["first_step_predecessor_cpu_sec"] > 0.0

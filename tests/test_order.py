@@ -1,4 +1,4 @@
-"""stages/order.py, shuffling.py, order_ahead.py: the order of an epoch is streaming's, however it is made."""
+"""stages/order.py, shuffling.py: the order of an epoch is streaming's, however it is made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import warnings
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 from conftest import ROOT, TINY_RUN, run
 from streaming import MDSWriter, StreamingDataset
@@ -19,10 +18,9 @@ from streaming.base.shuffle import get_shuffle
 from streaming.base.world import World
 
 from bench import scale
-from stages import order, order_ahead, shuffling
+from stages import shuffling
 from stages.fetch import RetryingStream
 from stages.loader import Loader
-from stages.order_ahead import Ahead
 from stages.sampling import sampled
 from stages.shuffling import Epoch, order_of, padded_for, part_of_worker
 from stages.stream import BatchStream
@@ -194,43 +192,9 @@ def test_a_part_of_an_order_is_shared_whole(tmp_path):
     assert np.array_equal(np.fromfile(tmp_path / "order", np.int32), every_third)
 
 
-# --- made ahead ---
-
-EPOCH = Epoch(np.full(300, 1000), 2, 1, 2, 17, 4, 1 << 12)
-
-
-def test_another_process_makes_the_same_order_and_nothing_is_left_of_it():
-    ahead = Ahead(EPOCH)
-    assert np.array_equal(ahead.take(), order_of(EPOCH))
-    assert ahead._process.returncode == 0 and ahead._memory.closed
-
-
-def test_an_order_that_was_not_made_says_why():
-    ahead = Ahead(EPOCH)
-    ahead._process.kill()
-    with pytest.raises(RuntimeError, match="^its process ended with -9$"):
-        ahead.take()
-    wrong = Ahead(Epoch(np.full(3, 10), 0, 0, 1, 0, 0, 64))
-    with pytest.raises(RuntimeError, match="^ZeroDivisionError: "):
-        wrong.take()
-
-
-def test_it_ends_with_the_process_that_wanted_it():
-    program = "import time, numpy as np; from stages.order_ahead import Ahead; from stages.shuffling import Epoch; "
-    program += "made = Ahead(Epoch(np.full(10**6, 100), 1, 0, 1, 0, 0, 1 << 18)); "
-    program += "print(made._process.pid, flush=True); time.sleep(50)"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT) as asked:
-        child = psutil.Process(int(asked.stdout.readline()))
-        assert child.is_running()
-        asked.kill()
-    gone, alive = psutil.wait_procs([child], timeout=20)
-    assert gone == [child] and not alive
-
-
-def epochs_of(folders, monkeypatch, num=3, *, workers=0, persistent=True, resume=None, ahead=True, **of_stream):
+def epochs_of(folder, num=3, *, workers=0, persistent=True, resume=None):
     """What is read in some epochs: (epochs, batches, 3) numbers."""
-    monkeypatch.setattr(order, "AHEAD_SAMPLES", 1 if ahead else 10**9)
-    stream = stream_of(folders if isinstance(folders, list) else [folders], **of_stream)
+    stream = stream_of([folder])
     loader = Loader(
         stream,
         epoch_batches=stream.batches_of_epoch(3),
@@ -245,106 +209,13 @@ def epochs_of(folders, monkeypatch, num=3, *, workers=0, persistent=True, resume
     return found
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, True), (2, True), (2, False)])
-def test_epochs_are_the_same_with_the_next_order_made_ahead(stages, monkeypatch, workers, persistent):
-    expected = epochs_of(stages[0], monkeypatch, ahead=False)
+@pytest.mark.parametrize(("workers", "persistent"), [(2, True), (2, False)])
+def test_epochs_are_the_same_in_loader_processes_and_after_a_resume(stages, workers, persistent):
+    expected = epochs_of(stages[0])
     assert [len(set(sum(epoch, []))) for epoch in expected] == [45] * 3 and expected[0] != expected[1]
-    assert epochs_of(stages[0], monkeypatch, workers=workers, persistent=persistent) == expected
-    rest = epochs_of(stages[0], monkeypatch, 2, workers=workers, persistent=persistent, resume=(1, 13))
+    assert epochs_of(stages[0], workers=workers, persistent=persistent) == expected
+    rest = epochs_of(stages[0], 2, workers=workers, persistent=persistent, resume=(1, 13))
     assert rest == [expected[1][13:], expected[2]]
-
-
-def test_the_order_that_was_made_ahead_is_the_one_that_is_read(stages, monkeypatch):
-    """Else the tests above would say nothing: here it is turned round on its way."""
-    expected, taken = epochs_of(stages[0], monkeypatch, ahead=False), []
-    take = Ahead.take
-
-    def turned(self: Ahead):
-        taken.append(self.epoch.epoch)
-        return take(self)[::-1]
-
-    monkeypatch.setattr(Ahead, "take", turned)
-    found = epochs_of(stages[0], monkeypatch)
-    assert taken == [1, 2] and found[0] == expected[0] and found[1] != expected[1]
-
-
-@pytest.mark.parametrize("buckets", [None, [0, 1]], ids=["one size", "buckets"])
-@pytest.mark.parametrize("weights", [({"choose": 20}, {"repeat": 1.5}), ({"proportion": 0.3}, {"proportion": 0.7})])
-def test_the_order_of_streams_with_weights_is_made_ahead_too(stages, monkeypatch, weights, buckets):
-    given = dict(weights=weights, buckets=buckets)
-    expected, taken = epochs_of(stages, monkeypatch, ahead=False, **given), []
-    take = Ahead.take
-
-    def noted(self: Ahead):
-        taken.append((self.epoch.epoch, take(self)))
-        return taken[-1][1]
-
-    monkeypatch.setattr(Ahead, "take", noted)
-    monkeypatch.setattr(order, "order_of", of_first := Counted(order.order_of))
-    assert epochs_of(stages, monkeypatch, **given) == expected and expected[0] != expected[1] != expected[2]
-    assert [number for number, _ in taken] == [1, 2] and of_first.calls == 1
-
-
-class Counted:
-    """A function that counts its calls."""
-
-    def __init__(self, function):
-        self.function, self.calls = function, 0
-
-    def __call__(self, *given, **more):
-        self.calls += 1
-        return self.function(*given, **more)
-
-
-def test_an_order_of_another_epoch_is_thrown_away(stages, monkeypatch):
-    expected = epochs_of(stages[0], monkeypatch, 4, ahead=False)
-    monkeypatch.setattr(order, "AHEAD_SAMPLES", 1)
-    monkeypatch.setattr(Ahead, "take", None)
-    stream = stream_of([stages[0]])
-    for number, _ in enumerate(stream):
-        if number == 9:
-            break
-    begun = stream._ahead
-    assert begun is not None and begun.epoch.epoch == 1
-    stream.resume(epoch=3, samples=6)
-    assert next(iter(stream))["numbers"] == expected[3][2] and begun._process.returncode is not None
-    stream.let_go()
-
-
-def test_a_run_that_ends_within_an_epoch_ends_it_too(stages, monkeypatch):
-    monkeypatch.setattr(order, "AHEAD_SAMPLES", 1)
-    stream = stream_of([stages[0]])
-    for number, _ in enumerate(stream):
-        if number == 9:
-            break
-    begun = stream._ahead
-    stream.let_go()
-    assert begun._process.returncode is not None and begun._memory.closed and stream._ahead is None
-
-
-def test_where_it_fails_the_order_is_made_when_its_epoch_begins_and_a_line_says_so(
-    stages, monkeypatch, capsys, tmp_path
-):
-    expected = epochs_of(stages[0], monkeypatch, ahead=False)
-    monkeypatch.setattr(order_ahead, "ROOT", tmp_path)
-    assert epochs_of(stages[0], monkeypatch) == expected
-    said = [line for line in capsys.readouterr().err.splitlines() if "ahead" in line]
-    assert [line.partition(" (")[0] for line in said] == [
-        f"data: the order of epoch {n} was not made ahead" for n in (1, 2)
-    ]
-    assert all("No module named 'stages'" in line and line.endswith("): it is made now.") for line in said)
-
-
-def test_it_is_not_begun_where_memory_is_short_and_a_line_says_so(stages, monkeypatch, capsys):
-    expected = epochs_of(stages[0], monkeypatch, 2, ahead=False)
-    monkeypatch.setattr(order, "host_bytes", lambda: (2**30, 2**12))
-    monkeypatch.setattr(order, "Ahead", None)
-    assert epochs_of(stages[0], monkeypatch, 2) == expected
-    said = "data: 3.3e-06 GiB to make the next epoch's order meanwhile, 3.8e-06 are free: it is made when that epoch begins."
-    assert capsys.readouterr().err == f"{said}\n" * 2
-
-
-# --- shared memory ---
 
 
 @pytest.mark.timeout(60, func_only=True)

@@ -22,7 +22,6 @@ import torch
 from conftest import ROOT
 from PIL import Image
 
-from bench import page as bench_page
 from record.films import gif_of
 from record.history import COLUMNS, read_history
 from record.writing import append_lines
@@ -734,24 +733,6 @@ def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, capsys, words, te
     assert page.main(words) == 2
     assert capsys.readouterr().err == f"{text}\n"
     assert Path("pipe").is_fifo()
-
-
-def test_the_bench_lengthens_a_record_and_says_seconds_and_bytes(tmp_path):
-    run = make(tmp_path / "mine", [*map(window, range(4)), evaluation(640, 60.0, 0.7)], summary={"loss": 1.0})
-    bench_page.lengthened(run, tmp_path / "long", 10)
-    history = read_history(tmp_path / "long")
-    assert history.windows["batch"].tolist() == [10.0 * n for n in range(1, 11)]
-    assert history.windows["elapsed_sec"].tolist() == [5.0 * n for n in range(1, 11)]
-    assert history.missing == [] and len(history.evaluations) == 1
-    assert bench_page.main([str(run), "windows=[5]", "rounds=2", f"results={tmp_path}/speed.json"]) == 0
-    made = json.loads((tmp_path / "speed.json").read_text())
-    assert made["windows_5_bytes"] > 10_000 and len(made["by_round"]["windows_5_sec"]) == 2 and made["commit"]
-    assert made["windows_5_sec_min"] <= made["windows_5_sec"] <= made["windows_5_sec_max"]
-
-
-def test_the_bench_wants_one_run(tmp_path, capsys):
-    assert bench_page.main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"command line: '{tmp_path}' is no run. Give one, finished: runs/NAME.\n"
 
 
 @pytest.mark.slow

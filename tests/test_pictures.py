@@ -315,11 +315,6 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_built(trained, tmp_p
         return capsys.readouterr().err.splitlines()
 
     out, given = f"images={tmp_path}/out", captions(0)
-    first, second = refused(str(trained), out, given, "eval.statistics=x", "out=scores")
-    assert first.startswith("command line: eval.statistics changes no image of a run. Possible: attention, ")
-    assert second.startswith("command line: out changes no image of a run.")
-    [said] = refused(str(trained), given)
-    assert said.startswith("command line: prompts changes no score of a run. Possible: ") and "images, " in said
     assert refused(str(trained), out, f"prompts={tmp_path}/no.txt", "snapshots=to_target") == [
         "snapshots: to_target, but nothing is scored where images are drawn. Say last or all, or give a snapshot's file.",
         f"prompts: no file {tmp_path}/no.txt. Check the path. {WAYS}",

@@ -309,5 +309,3 @@ def test_what_others_weights_lack_or_say_otherwise_is_refused(theirs, tmp_path, 
     ]
     [problem] = warm_start.problems(ModelConfig(family="shapes", preset="tiny", denoiser=f"{theirs}/alone"), "epsilon")
     assert problem.text == f"{said}epsilon. Use that value."
-    [first] = refused(capsys, theirs / "alone", tmp_path / "x", "eval.weights=ema", *with_encoders)
-    assert first.startswith("command line: eval.weights changes no image of a diffusers folder. Possible: ")

@@ -210,26 +210,6 @@ def eval_refused(capsys, *words: object) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_a_flag_of_the_predecessor_takes_its_value_and_what_changes_no_score_is_refused(a_run, capsys, tmp_path):
-    first, second = eval_refused(capsys, a_run, "--batch_size", "8", "eval.every_images=20")
-    assert first.startswith(
-        "command line: --batch_size (global_batch_size) changes no score of a run. Possible: attention, channels_last, "
-    )
-    assert second.startswith("command line: eval.every_images changes no score of a run.")
-    folder = tmp_path / "a=b"  # a folder, although it looks like a key
-    folder.mkdir()
-    assert [
-        line.split(" changes ")[0] for line in eval_refused(capsys, folder, "snapshots=last", "eval.guidance=[1,2]")
-    ] == [
-        "command line: snapshots",
-        "command line: eval.guidance",
-    ]
-    assert eval_refused(capsys, tmp_path / "no") == [
-        f"{tmp_path}/no is no folder, and no file of weights. Possible: a run (runs/NAME) or its snapshot, others' weights "
-        "(diffusers folder, LDM file, name on the hub), a folder of images. Check the path."
-    ]
-
-
 def test_where_to_begin_is_refused_where_it_is_not_looked_at(a_run, capsys):
     assert eval_refused(capsys, a_run, "snapshots=last", "from_images=512000") == [
         "from_images: 512,000, but last snapshots are scored. It is where snapshots=to_target begins. Leave it out."
@@ -285,11 +265,17 @@ def test_a_batch_size_that_cannot_be_kept_is_said_and_the_scoring_goes_on(tmp_pa
 def test_the_last_evaluation_before_the_start_is_what_the_next_one_has_to_be_like(tmp_path):
     lines = [
         {"evaluation": True, "batch": n, "images": 8 * n, "guidance": 2.0 + n, "clip_fingerprint": "ab"}
-        | {"seconds": 1.0, "eval_sec": 1.0}
+        | {"seconds": 1.0, "eval_sec": 1.0, "eval_precision": "fp32", "eval_weights": "ema"}
         for n in (1, 2, 9)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    like = {"guidance": 4.0, "clip_fingerprint": "ab", "eval_weights": "ema", "eval_batch_size": 4}
+    like = {
+        "guidance": 4.0,
+        "clip_fingerprint": "ab",
+        "eval_weights": "ema",
+        "eval_batch_size": 4,
+        "eval_precision": "fp32",
+    }
     check_evaluations(tmp_path, 2, like)
     with pytest.raises(ConfigError, match=r"eval.precision: eval_precision fp16, but .* with fp32 at 16 images"):
         check_evaluations(tmp_path, 2, {**like, "eval_precision": "fp16"})

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from evaluation.clip_score import load_clip
 from evaluation.inception import load_inception
 from evaluation.prompts import read_prompts
 from prepare.shapes import command, pictures
-from prepare.shapes import training as shapes_training
 from prepare.shapes.pictures import draw_jitter, prompt_scenes, render
 from zoo import load_family
 from zoo.encoders import build_encoders, own_weights, weights_problems
 from zoo.model_config import ModelConfig, model_problems
-from zoo.shapes.networks import END, NUM_TOKENS, PAD, START, UNKNOWN, VOCABULARY, WEIGHTS, tokenize
+from zoo.shapes.networks import END, NUM_TOKENS, PAD, START, UNKNOWN, VOCABULARY, WEIGHTS, Reader, tokenize
 from zoo.shapes.scenes import ATTRIBUTES, COLOURS, PARTS, WORDS, Scene, all_scenes, changed, draw_scene
 
 ONE = Scene("large", "red", "square", "top left", "white")
@@ -162,23 +162,6 @@ def test_prompts_are_all_different_and_end_where_the_scenes_do(tmp_path, capsys)
     [
         (["{tmp}/a", "part=test"], "command line: part is 'test'. Possible: training, prompts, reference."),
         (["{tmp}/a", "objects=3"], "command line: objects is '3'. Possible: both, one, two."),
-        (
-            ["--train_encoders"],
-            "command line: exactly one OUT has to be given. python -m prepare.shapes --help says more.",
-        ),
-        (
-            ["--train_encoders", "{tmp}/a", "vae_steps=x"],
-            "command line: vae_steps is 'x'. Possible: a whole number from 0 to 10000000.",
-        ),
-        (
-            ["--train_encoders", "{tmp}/a", "image_size=64"],
-            "command line: unknown key 'image_size'. Known: seed, reader_steps, clip_steps, vae_steps, "
-            "video_vae_steps, every_steps, num_measured, max_minutes.",
-        ),
-        (
-            ["--train_encoders", "{tmp}/file/a"],
-            "OUT: {tmp}/file/a cannot be written: {tmp}/file: Not a directory. Give a folder that this user may write in.",
-        ),
         (["{tmp}/a.tsv", "layout=tars"], "command line: layout changes nothing of a file of prompts. Leave it out."),
         (
             ["{tmp}/a", "layout=files", "captions=shuffled"],
@@ -275,6 +258,34 @@ def test_shapes_says_which_sizes_it_takes(size, said):
 # --- its scoring networks ---
 
 
+def test_shipped_weights_are_six_megabytes_at_most_and_safetensors():
+    assert sum(path.stat().st_size for path in WEIGHTS.rglob("*") if path.is_file()) <= 6_000_000
+    assert {path.suffix for path in WEIGHTS.rglob("*") if path.is_file()} == {".safetensors", ".json"}
+
+
+def reader_of_attributes() -> Reader:
+    reader = Reader()
+    tensors = load_file(WEIGHTS / "reader/model.safetensors")
+    reader.load_state_dict({key: tensor.float() for key, tensor in tensors.items()})
+    return reader.eval().requires_grad_(False)
+
+
+def test_shipped_encoders_read_and_rebuild_pictures_that_no_training_saw():
+    scenes = [draw_scene(number, 5, "reference") for number in range(128)]
+    pixels = torch.from_numpy(np.stack([np.asarray(render(s, 32, draw_jitter(i, 5))) for i, s in enumerate(scenes)]))
+    images, reader = pixels.permute(0, 3, 1, 2) / 127.5 - 1, reader_of_attributes()
+    vae = build_encoders(load_family("shapes", "full", "stock"), "shipped").modules["vae"]
+    with torch.no_grad():
+        latents = vae.encode(images).latent_dist.sample(torch.Generator().manual_seed(0))
+        rebuilt, logits = reader(vae.decode(latents).sample.clamp(-1, 1)), reader(images)
+    for name in ATTRIBUTES:
+        answers = torch.tensor([scene.answers[name] for scene in scenes])
+        there = answers >= 0
+        read, kept = ((found[name].argmax(dim=1) == answers)[there].float().mean() for found in (logits, rebuilt))
+        assert read > 0.98 and kept > 0.95 * read, name
+    assert (latents * vae.config.scaling_factor).std().item() == pytest.approx(1.0, abs=0.05)
+
+
 def test_the_judges_are_known_by_their_files_and_say_what_the_networks_say():
     reader = load_inception(WEIGHTS / "reader/model.safetensors")
     pair = load_clip(WEIGHTS / "clip/model.safetensors")
@@ -283,9 +294,7 @@ def test_the_judges_are_known_by_their_files_and_say_what_the_networks_say():
     scenes = [draw_scene(number, 5, "reference") for number in range(32)]
     pixels = torch.from_numpy(np.stack([np.asarray(render(scene, 32)) for scene in scenes])).permute(0, 3, 1, 2)
     features = reader(pixels / 255)
-    expected = shapes_training.load_reader(WEIGHTS).features(
-        pixels / 127.5 - 1
-    )  # 2 * (pixels / 255) - 1 rounds otherwise
+    expected = reader_of_attributes().features(pixels / 127.5 - 1)  # 2 * (pixels / 255) - 1 rounds otherwise
     assert features.shape == (32, 64) and torch.allclose(features, expected, rtol=1e-4, atol=1e-4)
     images, texts = pair.encode_images(pixels / 255), pair.encode_texts([scene.caption for scene in scenes])
     assert torch.allclose(images.norm(dim=1), torch.ones(32)) and torch.allclose(texts.norm(dim=1), torch.ones(32))

@@ -25,8 +25,6 @@ from prepare import latents, shards
 from prepare.shapes import command
 from prepare.shapes.films import Films, render_moving
 from prepare.shapes.pictures import STILL, draw_jitter
-from prepare.shapes.training import load_reader
-from prepare.shapes.video_stage import VideoVaeStage
 from record import films
 from stages.videos import inspect_film
 from zoo import load_family
@@ -228,21 +226,19 @@ def test_videos_are_those_of_diffusers_pipeline(tiny, monkeypatch):
     assert made.shape == theirs.shape == (2, 3, 9, 32, 48) and float((made - theirs).abs().max()) < 2e-5
 
 
-def test_the_shipped_video_vae_is_as_good_as_its_file_says():
-    """Measured anew on 64 of the held-out films; the file's figures are of 512."""
+def test_the_shipped_video_vae_keeps_motion_and_its_constants_are_those_of_its_file():
     folder = networks.WEIGHTS / "video_vae"
     told, config = (json.loads((folder / name).read_text()) for name in ("quality.json", "config.json"))
-    vae = build_encoders(load_family("shapes", "full", "moving"), "shipped").modules["vae"]
-    stage = VideoVaeStage(17, 64, load_reader(networks.WEIGHTS))
-    found = stage.measure(vae)
-    assert all(share >= 0.98 for share in found["read_right"]["films"].values())
-    for name, share in told["read_right"]["rebuilt"].items():
-        assert found["read_right"]["rebuilt"][name] >= share - 0.08, name
-    assert told["read_right"]["rebuilt"]["direction"] >= 0.99
-    assert found["error_levels"] == pytest.approx(told["error_levels"], rel=0.15)
     assert list(moving.LATENT_MEANS) == config["latents_mean"] == told["latent_mean_of_channels"]
     assert list(moving.LATENT_STDS) == config["latents_std"] == told["latent_std_of_channels"]
-    latents = vae.encode(stage.films).latent_dist.sample(torch.Generator().manual_seed(0))
+    vae = build_encoders(load_family("shapes", "full", "moving"), "shipped").modules["vae"]
+    scenes = [draw_moving_scene(number, 5, "reference") for number in range(32)]
+    videos = torch.stack([film_of(scene, number) for number, scene in enumerate(scenes)]) / 127.5 - 1
+    with torch.no_grad():
+        latents = vae.encode(videos).latent_dist.sample(torch.Generator().manual_seed(0))
+        rebuilt = ((vae.decode(latents).sample.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    seen = [motion_in(video).direction for video in rebuilt]
+    assert seen == [scene.direction for scene in scenes]
     scaled = load_family("shapes", "full", "moving").normalized(latents).transpose(0, 1).flatten(1)
     assert scaled.mean(dim=1).abs().max() < 0.25 and (scaled.std(dim=1) - 1).abs().max() < 0.15
 

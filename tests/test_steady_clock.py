@@ -18,7 +18,7 @@ def seconds(of: float) -> datetime.timedelta:
 
 
 @pytest.mark.parametrize("set_sec", [-3600.0, 3600.0, 0.0])
-def test_a_batch_in_which_the_clock_was_set_takes_as_long_as_it_took(monkeypatch, capsys, set_sec):
+def test_a_batch_in_which_the_clock_was_set_takes_as_long_as_it_took(monkeypatch, set_sec):
     """Three batches of 2 s; the clock is set in the second."""
     clock, at = SteadyClock(), iter([100.0, 102.0, 104.0, 106.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(at))
@@ -28,8 +28,6 @@ def test_a_batch_in_which_the_clock_was_set_takes_as_long_as_it_took(monkeypatch
         state.timestamp = state.timestamp.to_next_batch(samples=8, duration=seconds(took))
         clock.batch_end(state, None)
     assert state.timestamp.total_wct == state.timestamp.epoch_wct == seconds(6.0)
-    said = f"clock: the machine's clock was set by {set_sec:+.0f} s in batch 2. The run's seconds do not count it.\n"
-    assert capsys.readouterr().err == (said if set_sec else "")
 
 
 def test_the_mlperf_log_counts_on_where_the_clock_is_set_back(tmp_path, monkeypatch):

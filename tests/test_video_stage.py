@@ -289,5 +289,3 @@ def test_keys_that_do_not_fit_are_problems(stage, tmp_path):
     assert ("data.fps", "8, but images have no frames. Leave it out.") in problems_of(fps=8.0)
     given = f"the config says 'images', {stage}/dataset.json says 'videos'"
     assert ("data.stage", f"{given}. Use data.stage=videos, or another data.local.") in problems_of()
-    text = "device, but a stage of videos has no pictures to decode. Leave it out."
-    assert ("data.decode", text) in problems_of(stage="videos", decode="device")

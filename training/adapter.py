@@ -15,6 +15,7 @@ autocast would cast them in each step: the outputs stay the same bit for bit, in
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from cli import later
 from cli.command_line import Problem
 from model import AUTOCAST_DTYPES, LatentDiffusion
 from weights.tensors import on_meta
@@ -57,7 +57,7 @@ def problems(config: RunConfig) -> list[Problem]:
         targets = family.lora_targets
         denoiser = on_meta(family.build_denoiser) if lora.is_given else None
     found = lora.problems(denoiser, targets)
-    if lora.is_given and not later.is_installed("peft"):
+    if lora.is_given and importlib.util.find_spec("peft") is None:
         text = "needs peft, which is not installed. Install requirements.lock (make env), or leave lora.rank out."
         found.append(("lora.rank", f"{lora.rank} {text}"))
     if lora.is_given and config.precision == "fp8":
@@ -81,7 +81,8 @@ def add(model: LatentDiffusion, config: LoraConfig, *, base: str | None, seed: i
         seed: of the adapter's first weights.
         precision: of the run.
     """
-    peft: Any = later.load("peft")
+    import peft
+
     model.denoiser.requires_grad_(False)
     ways = dict(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets or ()))
     with torch.random.fork_rng(devices=[]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -220,25 +220,23 @@ def _moments(state: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def disagreements(
-    content: Mapping[str, Any], identity: Mapping[str, Any], path: Path, defaults: Mapping[str, Any]
+    content: Mapping[str, Any], identity: Mapping[str, Any], path: Path, keys: Collection[str]
 ) -> list[str]:
     """One message for each value of a run's identity that differs between a checkpoint and this run.
 
     Args:
-        defaults: key -> default, for every key of a configuration. A key that the checkpoint lacks had its default: the
-            checkpoint comes from a version without it. A key that only the checkpoint has may change now. An unknown key
-            is refused: a newer version wrote it. A value that was given as `${...}` is not compared, because a checkpoint
-            does not store what it resolved to.
+        keys: of a configuration. A key that is none of them is refused: another version wrote it. A value that was given
+            as `${...}` is not compared, because a checkpoint does not store what it resolved to.
     """
     saved = content["identity"]
-    made = {key: saved.get(key, defaults.get(key)) for key in identity}
+    made = {key: saved.get(key) for key in identity}
     differing = [
         f"{key}: {value!r}, but {path} was made with {made[key]!r}. A run resumes as it began: use that value, or another "
         f"run_name."
         for key, value in identity.items()
         if made[key] != value and not masking.is_interpolated(made[key])
     ]
-    unknown = [key for key, value in saved.items() if key not in (*identity, *defaults) and value is not None]
+    unknown = [key for key, value in saved.items() if key not in (*identity, *keys) and value is not None]
     return differing + [
         f"{key}: {path} was made with {saved[key]!r}, and this version has no such key. Use the version that wrote it."
         for key in unknown

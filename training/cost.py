@@ -1,7 +1,7 @@
 """The cost of a model's training step: memory by kind, FLOPs, and whether it fits a device.
 
 `measure_cost` traces one training step of the real model with fake tensors. It takes no memory and computes nothing, and
-the numbers come from the model itself, not from a table. training/kept_cost.py keeps them from one start to the next.
+the numbers come from the model itself, not from a table.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.utils import dist
 
 from cli.errors import ConfigError
-from cli.host_memory import keep_freed_memory
 from cli.private_api import require_private_api
 from model import AUTOCAST_DTYPES
 
@@ -43,7 +42,7 @@ def check_gpus() -> None:
 
 
 def build_device(precision: str) -> Device:
-    """Return Composer's device. TF32 is off unless the precision is tf32; on a CPU freed memory is kept.
+    """Return Composer's device. TF32 is off unless the precision is tf32.
 
     Ranks share a machine's cores, unless OMP_NUM_THREADS is set: two that each used both cores were 50 times slower.
 
@@ -53,7 +52,6 @@ def build_device(precision: str) -> Device:
     check_gpus()
     if torch.cuda.is_available():
         return DeviceGPU(allow_tf32=precision != "fp32")
-    keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_local_world_size()))
     return DeviceCPU()

@@ -10,7 +10,6 @@ from typing import Any
 from cli.errors import ConfigError
 from cli.files import read_regular
 from config import flat
-from evaluation.score_table import OF_BEFORE
 from record.config_file import read_config
 from record.files import evaluations_of, validations_of
 from training.run_config import RunConfig
@@ -42,9 +41,7 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
     Raises:
         ConfigError: lists what differs.
     """
-    known = {"eval_weights": settings["eval_weights"], **OF_BEFORE}  # older lines do not have it
-    settings = {**OF_BEFORE, **settings}
-    lines = [{**known, **line} for line in evaluations_of(folder) if line["batch"] <= batch]
+    lines = [line for line in evaluations_of(folder) if line["batch"] <= batch]
     differing = [
         f"{key}: {setting} {settings.get(setting)}, but {folder} was evaluated with {line.get(setting)} at "
         f"{line['images']:,} images. A run's evaluations have to be alike: use that, or another run_name; its snapshots can "

@@ -29,7 +29,7 @@ from zoo.encoders import on_hub, weights_problems
 Config = TypeVar("Config", bound=RunConfig)
 
 OF_EVALUATION = ("eval.inception", "eval.clip")
-CANONICAL, CANONICAL_OF_BEFORE = "data.num_canonical_nodes", 1  # its default once, on any number of nodes
+CANONICAL = "data.num_canonical_nodes"
 KEYS = ("model.weights", "model.denoiser", *OF_EVALUATION)
 
 
@@ -46,8 +46,8 @@ def as_begun(config: Config) -> Config:
     kept = {key: begun[key] for key in KEYS if is_same(given[key], begun.get(key))}
     if config.model.weights is None and begun.get("model.weights") is not None:
         kept["model.weights"] = begun["model.weights"]
-    if begun and config.data.num_canonical_nodes is None:
-        kept[CANONICAL] = begun.get(CANONICAL, CANONICAL_OF_BEFORE)
+    if CANONICAL in begun and config.data.num_canonical_nodes is None:
+        kept[CANONICAL] = begun[CANONICAL]
     return _with(config, kept)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,10 @@ from stages.mixture import StreamConfig
 from stages.shared_memory import LOCK_FILE
 from training.checkpoint_content import Progress, disagreements
 from training.evaluated import check_evaluations, has_files_of, is_evaluated_alike, measured
-from training.published import CANONICAL, CANONICAL_OF_BEFORE
-from training.run_config import RunConfig, resolve
+from training.run_config import RunConfig
 from training.sharding import is_sharded
 from training.shared_folder import check_is_shared
 from training.speed import SpeedKeys
-from zoo import load_family
 
 # Keys that may differ between the starts of one run: they change places and speed, not what is computed.
 MAY_CHANGE = (
@@ -89,13 +87,6 @@ def _lasting(config: RunConfig) -> dict[str, Any]:
     """Key -> value of everything that may not change after the run began."""
     kept = {key: _comparable(key, value) for key, value in flat(config).items() if not key.startswith(MAY_CHANGE)}
     return kept if config.schedule.name == "constant" else {**kept, "max_duration": config.max_duration}
-
-
-def _as_called_now(begun: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
-    """Return what a run was begun with, the default of model.variant by the name that it has: stock is FLUX.1 dev."""
-    if begun.get("model.variant") != "stock":
-        return dict(begun)
-    return {**begun, "model.variant": load_family(config.model.family, config.model.preset, "stock").variant}
 
 
 def _with_encoders_of(identity: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,7 +210,7 @@ def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     if not (folder / "config.yaml").is_file():
         return None
     begun = read_config(folder)
-    begun = {key: _comparable(key, value) for key, value in _as_called_now(begun, config).items()}
+    begun = {key: _comparable(key, value) for key, value in begun.items()}
     differing = {key: value for key, value in _lasting(config).items() if key in begun and begun[key] != value}
     if differing:
         raise ConfigError(
@@ -231,7 +222,7 @@ def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
         )
     lines = evaluations_of(folder)  # unreadable lines are refused before anything is built
     if _lasting(config).keys() - begun.keys():
-        return None  # if it lacks keys (cut off, or an older version), the checkpoint has them
+        return None  # if it lacks keys (cut off), the checkpoint has them
     if config.eval.when == "in_training" and lines and not is_evaluated_alike(folder, config):
         return None  # the scorer will tell whether its settings differ
     return finished(folder, config.max_duration, config)
@@ -313,9 +304,9 @@ class RunState:
         identity = {**identity_of(config, stages, encoders), "denoiser_start": denoiser_start}
         if self.checkpoint is not None:
             path, content = self.checkpoint
-            saved = _with_encoders_of(_as_called_now(content["identity"], config), identity)
+            saved = _with_encoders_of(content["identity"], identity)
             identity, content = _with_encoders_of(identity, saved), {**content, "identity": saved}
-            if problems := disagreements(content, identity, path, _defaults(config, content["identity"])):
+            if problems := disagreements(content, identity, path, flat(config)):
                 raise ConfigError(problems)
         return identity
 
@@ -416,23 +407,3 @@ def open_run(config: RunConfig) -> RunState:
             lambda: lost_history(folder, content) | (lost_events(folder, content) if config.mlperf.enabled else {})
         )
     return state
-
-
-def _defaults(config: RunConfig, named: Collection[str]) -> dict[str, Any]:
-    """Return every key with its value; lasting keys that are not named get their resolved defaults."""
-    # max_duration is among the named keys if the schedule ends with the run; otherwise it does not matter.
-    kept = {*named, "max_duration", *(flat(config).keys() - _lasting(config).keys())}
-    before = {} if CANONICAL in named else {CANONICAL: CANONICAL_OF_BEFORE}
-    return {**flat(resolve(_defaulted(config, kept))), **before}
-
-
-def _defaulted(section: Any, kept: Collection[str], prefix: str = "") -> Any:
-    """Return a section with its class's defaults for all keys except the kept ones."""
-    plain, values = type(section)(), {}
-    for key in fields(section):
-        own = getattr(section, key.name)
-        if is_dataclass(own):
-            values[key.name] = _defaulted(own, kept, f"{prefix}{key.name}.")
-        else:
-            values[key.name] = own if f"{prefix}{key.name}" in kept else getattr(plain, key.name)
-    return replace(section, **values)

@@ -5,7 +5,6 @@
     python -m prepare.shapes reference part=reference layout=files    # images without captions, for prepare.fid_statistics
     python -m prepare.shapes prompts.tsv part=prompts num_images=1000
     python -m prepare.shapes OUT world=moving num_images=4096         # films; prompts of them too: prompts.tsv world=moving
-    python -m prepare.shapes --train_encoders OUT max_minutes=60      # see prepare/shapes/training.py
 
 zoo/shapes/scenes.py defines the scenes: one object or two (objects=one|two|both), of two sizes, eight colours and four
 shapes. An image depends only on the seed and its number, so the same command gives the same bytes. Two images of one scene
@@ -38,7 +37,6 @@ from zoo.shapes.scenes import PARTS
 
 NUMBERS = {"num_images": (2048, 1, 10**9), "image_size": (32, 8, 4096), "seed": (17, 0, 2**32 - 1)}
 """Key -> default, minimum, maximum."""
-TRAIN = "--train_encoders"
 CHOICES = {
     "world": ("still", "moving"),
     "part": tuple(PARTS),
@@ -49,37 +47,23 @@ CHOICES = {
 """Key -> possible values, the default first."""
 
 
-TRAINING_NUMBERS = {
-    "seed": (17, 0, 2**32 - 1),
-    "reader_steps": (5000, 0, 10**7),
-    "clip_steps": (7000, 0, 10**7),
-    "vae_steps": (5000, 0, 10**7),
-    "video_vae_steps": (3000, 0, 10**7),
-    "every_steps": (500, 1, 10**7),
-    "num_measured": (1024, 64, 10**5),
-    "max_minutes": (10**6, 0, 10**6),
-}
-
-
-def parse(
-    words: Sequence[str], numbers: Mapping[str, tuple[int, int, int]], choices: Mapping[str, Sequence[str]]
-) -> tuple[dict[str, Any], list[str]]:
+def parse(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Read key=value words; return the values and the problems."""
-    values: dict[str, Any] = {key: default for key, (default, _, _) in numbers.items()}
-    values |= {key: possible[0] for key, possible in choices.items()}
+    values: dict[str, Any] = {key: default for key, (default, _, _) in NUMBERS.items()}
+    values |= {key: possible[0] for key, possible in CHOICES.items()}
     problems = []
     for word in words:
         key, _, value = word.partition("=")
-        if key in numbers:
-            _, low, high = numbers[key]
+        if key in NUMBERS:
+            _, low, high = NUMBERS[key]
             values[key] = int(value) if re.fullmatch("[0-9]{1,10}", value) else -1
             if not low <= values[key] <= high:
                 possible = f"a whole number from {low} to {high}"
                 problems.append(f"command line: {key} is '{value[:40]}'. Possible: {possible}.")
-        elif key in choices:
+        elif key in CHOICES:
             values[key] = value
-            if value not in choices[key]:
-                problems.append(f"command line: {key} is '{value[:40]}'. Possible: {', '.join(choices[key])}.")
+            if value not in CHOICES[key]:
+                problems.append(f"command line: {key} is '{value[:40]}'. Possible: {', '.join(CHOICES[key])}.")
         else:
             problems.append(f"command line: unknown key '{key}'. Known: {', '.join(values)}.")
     return values, problems
@@ -88,11 +72,9 @@ def parse(
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if TRAIN in argv:
-        return train_main([word for word in argv if word != TRAIN])
     paths = [word for word in argv if "=" not in word]
     given = [word.partition("=")[0] for word in argv if "=" in word]
-    values, problems = parse([word for word in argv if "=" in word], NUMBERS, CHOICES)
+    values, problems = parse([word for word in argv if "=" in word])
     if odd := next(
         (f"'{shown(path)}' is not a path. Possible: {text}" for path in paths if (text := text_possible(path))), None
     ):
@@ -128,20 +110,6 @@ def _make(out: Path, values: dict[str, Any]) -> str:
         return f"wrote {write_prompts(out, values['num_images'], scenes):,} prompts to {out}"
     write(out, (Films if moves else Pictures)(**values), layout)
     return f"rendered {values['num_images']:,} {'films' if moves else 'pictures'} of {values['image_size']} px in {out}"
-
-
-def train_main(words: Sequence[str]) -> int:
-    """Run `--train_encoders`."""
-    from prepare.shapes.training import TrainingConfig, train_encoders
-
-    paths = [word for word in words if "=" not in word]
-    values, problems = parse([word for word in words if "=" in word], TRAINING_NUMBERS, {})
-    problems += _path_problems(paths)
-    if problems:
-        raise ConfigError(problems)
-    is_done = train_encoders(Path(paths[0]), TrainingConfig(**values))
-    print(f"{'done' if is_done else 'stopped after max_minutes; the same command resumes it'}: {paths[0]}/weights")
-    return 0
 
 
 def _path_problems(paths: Sequence[str]) -> list[str]:

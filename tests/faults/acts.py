@@ -330,37 +330,7 @@ def shorter_than_its_training(run: Path) -> list[str]:
     return [] if told_sec > 0.5 * known_sec else [f"mlperf.log: {told_sec:.1f} s, of a training of {known_sec:.1f} s"]
 
 
-# --- older versions ---
-
-
-def older_checkpoint(at: At) -> Verdict:
-    """Resume a run that an older version began, kill it, and start it again: it ends as it would have there."""
-    import pytest
-    from conftest import unpack_older_run
-    from test_older_runs import EMA_SUM, KEYS, LOSS, WEIGHTS_SUM, absolute_sum
-
-    from record.checkpoint_files import find_newest, read
-
-    try:
-        unpack_older_run(at.runs)
-    except pytest.skip.Exception as reason:
-        raise Skipped(str(reason)) from reason
-    at.own_words = [*KEYS, f"run_folder={at.runs}"]
-    run = at.start("first-step 0")  # the third batch of that run
-    run.halted()
-    run.send(signal.SIGKILL, "0")
-    took = run.ended()
-    again = at.start()
-    at.finish(again)
-    folder = at.runs / "of_before"
-    content, found = read(find_newest(folder / "checkpoints")), []  # type: ignore[arg-type]
-    for name, wanted in (("model", WEIGHTS_SUM), ("ema", EMA_SUM)):
-        if abs(absolute_sum(content[name]) / wanted - 1) > 1e-7:
-            found.append(f"{name}: the sum is {absolute_sum(content[name])}, not {wanted}")
-    found += [] if f"loss={LOSS} " in f"{again.result} " else [f"no loss={LOSS}: {again.result}"]
-    batches = [line["batch"] for line in lines_of(folder)]
-    found += [] if batches == [1, 2, 3, 4] else [f"metrics.jsonl: windows at batches {batches}"]
-    return Verdict("resumed", found, 0, took, again.said)
+# --- a version to come ---
 
 
 def other_schema(at: At) -> Verdict:

@@ -308,14 +308,6 @@ ROWS |= {
         "refused",
         "another process is training in",
     ),
-    "older_version": Row(
-        "checkpoint of an older version, then SIGKILL",
-        "first-step",
-        acts.older_checkpoint,
-        "resumed",
-        "resumes from batch 2",
-        ranks=1,
-    ),
     "later_version": Row(
         "checkpoint of a version to come", "start", acts.other_schema, "refused", "has schema 2; this version reads 1"
     ),
