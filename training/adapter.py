@@ -84,7 +84,7 @@ def add(model: LatentDiffusion, config: LoraConfig, *, base: str | None, seed: i
     import peft
 
     model.denoiser.requires_grad_(False)
-    ways = dict(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets or ()))
+    ways: dict[str, Any] = dict(r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets or ()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # gaussian: A from N(0, 1 / rank^2), B zero, as diffusers' scripts begin.
