@@ -8,9 +8,6 @@ from test_checkpoints import newest, same_training
 from benchmark import main
 from cli import ranks
 from record.config_file import read_config
-from training.published import as_begun
-from training.resume import _defaults
-from training.run_config import RunConfig, resolve
 
 pytestmark = pytest.mark.timeout(60, func_only=True)
 
@@ -45,16 +42,6 @@ def test_the_number_of_nodes_that_a_run_began_on_stays_its_order_of_samples(mini
         f"data.num_canonical_nodes: 1, but {tmp_path}/a was begun with 2. A run resumes as it began: use that value, or "
         "another run_name.\n"
     )
-
-
-def test_a_run_of_a_version_without_that_number_goes_on_with_one(tmp_path, monkeypatch):
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "config.yaml").write_text("seed: 3\n")
-    monkeypatch.setattr(ranks, "num_nodes", lambda: 2)
-    config = RunConfig(run_folder=str(tmp_path), run_name="old")
-    assert resolve(config).data.num_canonical_nodes == 2 and as_begun(config).data.num_canonical_nodes == 1
-    defaults = _defaults(resolve(config), ["seed"])
-    assert defaults["data.num_canonical_nodes"] == 1
 
 
 def test_more_canonical_nodes_than_samples_are_refused(miniature, tmp_path, capsys):
