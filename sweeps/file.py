@@ -225,10 +225,14 @@ def _is_size(value: Any) -> bool:
 
 def as_word(value: Any) -> str:
     """Return a value as it stands after `key=` on a command line: a text that YAML reads as something else in quotes."""
+    is_text = not isinstance(value, str) or _is_text(value)
+    return as_text(value) if is_text else json.dumps(value, ensure_ascii=False)
+
+
+def as_text(value: Any) -> str:
+    """Return a value as tables, pictures and names of runs have it."""
     if isinstance(value, list | dict):
         return json.dumps(value)
-    if isinstance(value, str):
-        return value if _is_text(value) else json.dumps(value, ensure_ascii=False)
     return (
         {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
     )
@@ -263,5 +267,5 @@ def _names(points: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str
 
 
 def _in_name(value: Any) -> str:
-    text = "x".join(map(str, value)) if isinstance(value, list) else as_word(value)
+    text = "x".join(map(str, value)) if isinstance(value, list) else as_text(value)
     return re.sub(r"[^\w.+-]+", "-", text).strip("-") or "none"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evaluation.plots import COLOURS, DPI
-from sweeps.file import as_word, labels
+from sweeps.file import as_text, labels
 from sweeps.state import OK
 from sweeps.table import SPEED, Row
 
@@ -30,7 +30,7 @@ def draw(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]], folder: Path) -
     for key, values in axes.items():
         if key == SEED:
             continue
-        words = None if _are_numbers(values) else [as_word(value) for value in values]
+        words = None if _are_numbers(values) else [as_text(value) for value in values]
         lines = speed_lines(ran, key, [*axes], words)
         if len({x for points in lines.values() for x, *_ in points}) > 1:
             path = folder / f"throughput_{called[key]}.png"
@@ -45,7 +45,7 @@ def _are_numbers(values: Sequence[Any]) -> bool:
 
 def _label(row: Row, keys: Sequence[str]) -> str:
     called = labels(keys)
-    return ", ".join(f"{called[key]}={as_word(row[key])}" for key in keys if key in row) or "all"
+    return ", ".join(f"{called[key]}={as_text(row[key])}" for key in keys if key in row) or "all"
 
 
 def speed_lines(
@@ -62,7 +62,7 @@ def speed_lines(
     found: dict[str, dict[float, list[Row]]] = {}
     for row in rows:
         if key in row and row.get(SPEED) is not None:
-            place = float(row[key]) if words is None else float(words.index(as_word(row[key])))
+            place = float(row[key]) if words is None else float(words.index(as_text(row[key])))
             found.setdefault(_label(row, others), {}).setdefault(place, []).append(row)
     return {
         line: [

@@ -19,7 +19,7 @@ from preflight.plan import readable_time
 from record.files import read_summary
 from record.history import History, read_history
 from record.summary import VAL_LOSS, rounded
-from sweeps.file import as_word
+from sweeps.file import as_text
 from sweeps.points import Point
 from sweeps.state import OK, State
 
@@ -113,7 +113,7 @@ def _cell(value: Any) -> Any:
     """Return a value as a cell: no line ends, and no text that a spreadsheet would take for a formula."""
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return "" if value is None else value
-    text = " ".join(as_word(value).split())
+    text = " ".join(as_text(value).split())
     return f"'{text}" if text.startswith(FORMULA) else text
 
 
