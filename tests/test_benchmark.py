@@ -220,7 +220,7 @@ def test_a_run_that_this_machine_cannot_take_is_printed_with_its_plan_all_the_sa
     yaml, plan, problems = printed_of(capsys, *words, *rest)
     assert "precision: fp16\n" in yaml and "device_train_microbatch_size: 256\n" in yaml
     assert "# max_duration: 30ba, 7,680 images, 60 seconds\n" in plan
-    assert [problem.partition(":")[0] for problem in problems] == ["precision", "data.remote", "model.weights"]
+    assert [problem.partition(":")[0] for problem in problems] == ["data.remote", "precision", "model.weights"]
     yaml, plan, problems = printed_of(
         capsys, *TINY_RUN, "--use_synth_data", "global_batch_size=4096", f"run_folder={tmp_path}"
     )
@@ -294,18 +294,16 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "command line: ema.every is 0. Possible: 1 and up.",
         "command line: save.keep is 0. Possible: 1 and up.",
         f"run_name: {tmp_path}/old exists and is not a run (it has no config.yaml). Take another run_name, or remove it.",
-        "precision: fp16 needs a GPU. Possible on a CPU: fp32, bf16, bf16_params.",
         "global_batch_size: 10 is not a multiple of 1 ranks x 4 microbatch = 4. Nearest: 8, 12.",
         "data.remote: no folder /nowhere. Check the path, or make the stage: python -m prepare.shards --help",
         "optimizer.lr: 0.0001 and optimizer.lr_per_image: 1e-07 exclude each other.",
         "loggers.wandb.project: not given. Name a project or a run, or leave out loggers.wandb.",
+        "precision: fp16 needs a GPU. Possible on a CPU: fp32, bf16, bf16_params.",
         "num_frames: 16, but sd2 makes images. Leave it out.",
         f"model.weights: not given. The default for real data: {default} is no path here, the cache "
         f"{constants.HF_HUB_CACHE} does not have all of it, and HF_HUB_OFFLINE is set. Where there is a network: hf download "
-        f"{default} vae/config.json vae/diffusion_pytorch_model.safetensors text_encoder/config.json "
-        "text_encoder/model.safetensors tokenizer/vocab.json tokenizer/merges.txt tokenizer/tokenizer_config.json "
-        "tokenizer/special_tokens_map.json --local-dir FOLDER. Bring FOLDER and give FOLDER, or model.weights=random, for "
-        "random ones. Or bring that machine's cache and set HF_HOME to it.",
+        f"{default} --include 'vae/*' --include 'text_encoder/*' --include 'tokenizer/*' --local-dir FOLDER. Bring FOLDER "
+        "and give FOLDER, or model.weights=random, for random ones. Or bring that machine's cache and set HF_HOME to it.",
     ]
 
 

@@ -379,16 +379,3 @@ def test_stages_of_other_encoders_are_refused_without_an_encoder_too(given, tmp_
         f"validation.remote: the vae of {tmp_path / 'held_out'} has the fingerprint {'2' * 32}, that of "
         f"{tmp_path / 'train'} {'1' * 32}. Give stages that were made with the same encoders."
     )
-
-
-def test_a_run_that_was_begun_as_stock_resumes_as_what_that_is(given, tmp_path, capsys):
-    """Runs of before have the default of model.variant in their record, which for FLUX.1 means dev."""
-    stage = [word for word in OF_RUN if not word.startswith(("model.variant", "data."))]
-    words = [*stage, "data.synthetic=true", "save.every_images=8", "max_duration=2ba"]
-    of_tiny = [word for word in TINY_RUN if not word.startswith(("model.", "image_size", "run_name", "max_duration"))]
-    words = [*of_tiny, "model.preset=tiny", *words, "image_size=64", "global_batch_size=4", f"run_folder={tmp_path}"]
-    assert benchmark.main([*words, "run_name=a"]) == 0, capsys.readouterr().err
-    config = tmp_path / "a" / "config.yaml"
-    assert "variant: dev" in config.read_text()
-    config.write_text(config.read_text().replace("variant: dev", "variant: stock"))
-    assert benchmark.main([*words, "run_name=a", "max_duration=4ba"]) == 0, capsys.readouterr().err

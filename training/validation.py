@@ -84,7 +84,7 @@ class ValidationConfig:
     def source(self, data: DataConfig, kind: str) -> DataConfig:
         """Return where the held-out samples come from; the rest is as in training. `kind`: of the stage."""
         none: dict[str, Any] = dict(facts=None, streams=None, cache_limit=None, num_canonical_nodes=None)
-        plain: dict[str, Any] = dict(flip=False, crop="center", decode="cpu", shuffle=False, stage=kind)
+        plain: dict[str, Any] = dict(flip=False, crop="center", shuffle=False, stage=kind)
         found = replace(data, remote=self.remote, local=self.local, **none, **plain)
         vars(found)["sources"] = [self.held_out]
         return found
