@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import psutil
 from composer.utils import dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 import benchmark
 from callbacks.quality_target import QualityTarget
@@ -75,10 +76,15 @@ def is_half_written(file: DigestingFile, data: Any) -> bool:
     return stem(FULL, SAVED) in str(file.file.name) and file.num_bytes > 100_000
 
 
+def is_training(model: LatentDiffusion, *_: Any) -> bool:
+    """False while a start traces a step with fake tensors, to find its cost."""
+    return not isinstance(next(model.denoiser.parameters()), FakeTensor)
+
+
 MOMENTS: dict[str, Callable[[], None]] = {
     "start": lambda: halting(benchmark, "open_run", after=True),
-    "first-step": lambda: halting(LatentDiffusion, "forward"),
-    "mid-epoch": lambda: halting(LatentDiffusion, "forward", call=MID_EPOCH),
+    "first-step": lambda: halting(LatentDiffusion, "forward", when=is_training),
+    "mid-epoch": lambda: halting(LatentDiffusion, "forward", call=MID_EPOCH, when=is_training),
     "evaluation": lambda: halting(scoring, "generate", call=2),
     "checkpoint": lambda: halting(DigestingFile, "write", when=is_half_written),
     "target": lambda: halting(
@@ -96,8 +102,9 @@ def poison(batch: int) -> None:
     plain, seen = LatentDiffusion.loss, []
 
     def poisoned(self: LatentDiffusion, outputs: Any, given: Any) -> Any:
-        seen.append(1)
-        return plain(self, outputs, given) * (float("nan") if len(seen) == batch else 1.0)
+        seen.append(is_training(self))
+        is_due = seen[-1] and sum(seen) == batch
+        return plain(self, outputs, given) * (float("nan") if is_due else 1.0)
 
     LatentDiffusion.loss = poisoned  # type: ignore[method-assign]
 
