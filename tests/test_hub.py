@@ -324,6 +324,17 @@ def test_a_file_that_breaks_off_goes_on(hub, published):
     assert weights_problems(TINY, str(name)) == [] and hub.sent.count("vae/diffusion_pytorch_model.safetensors") == 2
 
 
+@pytest.mark.parametrize("file", ["vae/diffusion_pytorch_model.safetensors", "vae/config.json"])
+def test_a_file_damaged_on_its_way_is_named_and_removed(hub, published, file):
+    """A large file has a SHA-256 on the hub, a small one git's SHA-1."""
+    hub.add(REPO, published)
+    hub.damaged = {file: 1}
+    with pytest.raises(ValueError, match=f"{file} did not have the digest that .* Removed: start again"):
+        fetch(REPO, NEED, key="model.weights")
+    name = fetch(REPO, NEED, key="model.weights").name
+    assert weights_problems(TINY, str(name)) == [] and hub.sent.count(file) == 2
+
+
 def test_a_full_disk_is_told_before_the_download(hub, published, tmp_path, monkeypatch):
     hub.add(REPO, published)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20}))

@@ -1,7 +1,7 @@
 """Weights by their name on the Hugging Face Hub, through huggingface_hub's own client and cache.
 
     found = look("owner/name", need)         # asks the hub for facts alone: the commit, and the files with their sizes
-    found = fetch("owner/name", need)        # downloads what is missing
+    found = fetch("owner/name", need)        # downloads what is missing, and compares digests
     hub_names.place(str(found.name))         # "owner/name@COMMIT" -> the folder in the cache
 
 With a commit nobody is asked where the cache has the files, so that a run resumes without a network.
@@ -292,11 +292,27 @@ def _download(text: str, found: Found, need: Need) -> None:
                 endpoint=endpoint(),
                 etag_timeout=ASK_SEC,
             )
+        if missing:
+            _check_digests(name)
+    except Refused:
+        raise
     except Exception as error:  # of httpx, of huggingface_hub, of hf_xet, of the system
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
             ways = "Make room there, or set HF_HOME to another folder. The same command goes on"
             raise Refused(f"{text}: cannot be written to {cache()} ({error.strerror}). {ways}.") from error
         raise Refused(_why(text, name, need, error)) from error
+
+
+def _check_digests(name: Name) -> None:
+    """Compare a snapshot's files with the hub's digests; damaged ones are removed. Raises Refused: names them."""
+    checked = api().verify_repo_checksums(name.repo, revision=name.revision, cache_dir=cache())
+    damaged = [name.snapshot / one["path"] for one in checked.mismatches]
+    for path in damaged:
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    if damaged:
+        given = f"{name}: {', '.join(map(str, damaged))} did not have the digest that {host()} states"
+        raise Refused(f"{given}. Removed: start again to download anew.")
 
 
 # --- why a name leads to nothing ---
