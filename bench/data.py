@@ -3,7 +3,7 @@
     python -m bench.data                                        # -> reports/results/data.json
     python -m bench.data parts=moments num_samples=256 rounds=1 results=/tmp/data.json
 
-Four parts, each with contestants that alternate on the same samples:
+Three parts, each with contestants that alternate on the same samples:
 
     moments    batches of 64, (64, 8, 64, 64)
         ours         the stage `moments` through data.build_data; float16
@@ -14,7 +14,6 @@ Four parts, each with contestants that alternate on the same samples:
         plain        the same shards and functions, sample by sample in __getitem__; uint8
         webdataset   KEY.jpg and KEY.txt in a tar; PIL, then torchvision's Resize, CenterCrop and ToTensor; float32
     streams    one stage of moments; two of half the size
-    buckets    forward and backward of the tiny SD2: images cropped to squares; in SDXL's buckets of as many pixels
 
 A turn is an epoch: samples over the seconds from its first batch to its last, so neither the worker's start nor an epoch's
 counts. `cpu_us_a_sample` is the processor time of the loader process. All files are in the page cache.
@@ -25,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import io
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -48,34 +46,28 @@ from cli.command import command
 from cli.command_line import Problem
 from cli.limits import ImageSize, limited
 from data import DataConfig, build_data
-from model import LatentDiffusion, build_model
 from stages.dataset import array_encoding, write_facts
 from stages.fetch import HASH
 from stages.images import decode_image, resize_and_crop
 from stages.mixture import StreamConfig
 from zoo import load_family
-from zoo.model_config import ModelConfig
-from zoo.objectives import ObjectiveConfig
 from zoo.spec import Family
 
 SIZE = (512, 512)
-MOMENTS_BATCH, IMAGES_BATCH, BUCKETS_BATCH = 64, 16, 8
-BUCKETS_PX = 128  # side of the squares
+MOMENTS_BATCH, IMAGES_BATCH = 64, 16
 SEED = 17
 ORIGINAL_SIZES = ((512, 640), (640, 512), (768, 576), (600, 800))  # px; not square, the short side at least 512
 IMAGE_COLUMNS = {"jpg": "bytes", "caption": "str", "key": "str", "width": "int", "height": "int"}
-COMMAND_SEC = 600.0
 
 Batch = Mapping[str, Any]
-Turn = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class DataBenchConfig:
     """The keys of this command."""
 
-    parts: str = "moments,images,streams,buckets"
-    """What is measured, with commas between: moments, images, streams, buckets."""
+    parts: str = "moments,images,streams"
+    """What is measured, with commas between: moments, images, streams."""
     num_samples: int = limited(4096, 4 * MOMENTS_BATCH)
     """Samples of moments: 64 KiB each, twice that in the tar."""
     num_images: int = limited(256, 4 * IMAGES_BATCH)
@@ -258,11 +250,10 @@ def _decode_jpg(transform: Callable, sample: Batch) -> dict[str, Tensor]:
 # --- the parts ---
 
 
-def samples_per_sec(loader: Iterable[Batch], use: Callable[[Batch], None] = lambda batch: None) -> float:
+def samples_per_sec(loader: Iterable[Batch]) -> float:
     """Run an epoch; return samples/s from the first batch to the last."""
     times, sizes = [], []
     for batch in loader:
-        use(batch)
         times.append(time.perf_counter())
         sizes.append(len(next(iter(batch.values()))))
     return sum(sizes[1:]) / (times[-1] - times[0])
@@ -296,49 +287,22 @@ def streams(folder: Path, config: DataBenchConfig) -> dict[str, Iterable[Batch]]
     return {name: our_loader(each, MOMENTS_BATCH) for name, each in configs.items()}
 
 
-def buckets(folder: Path, config: DataBenchConfig) -> dict[str, Iterable[Batch]]:
-    """Write images, and the same in buckets; return contestant -> loader."""
-    write_images(folder, config.num_images)
-    stage, out = folder / "stage", folder / "buckets"
-    program = [sys.executable, "-m", "prepare.buckets", str(stage), str(out), f"image_size={BUCKETS_PX}"]
-    subprocess.run(program, check=True, timeout=COMMAND_SEC, stdout=sys.stderr)
-    sections = {"square": stage, "buckets": out}
-    size = (BUCKETS_PX, BUCKETS_PX)
-    return {n: our_loader(DataConfig(local=str(at), workers=1), BUCKETS_BATCH, size) for n, at in sections.items()}
-
-
-def tiny_model() -> LatentDiffusion:
-    """Return the network that images in buckets are trained with."""
-    config, size = ModelConfig(preset="tiny", weights="random"), (BUCKETS_PX, BUCKETS_PX)
-    model = build_model(config, ObjectiveConfig(), size=size, normalize="symmetric", seed=SEED)
-    return model.place(torch.device("cpu"), "fp32")
-
-
-def train_on(model: LatentDiffusion, batch: Batch) -> None:
-    """Make a forward and a backward pass."""
-    drawn = model.draw(batch, torch.Generator().manual_seed(SEED))
-    model.loss(model.forward(drawn), drawn).backward()
-    model.zero_grad(set_to_none=True)
-
-
 PARTS: dict[str, Callable[[Path, DataBenchConfig], dict[str, Iterable[Batch]]]] = {
     "moments": functools.partial(readers, "moments"),
     "images": functools.partial(readers, "images"),
     "streams": streams,
-    "buckets": buckets,
 }
 
 
 def measure_part(part: str, folder: Path, config: DataBenchConfig, figures: Figures) -> None:
     """Measure the contestants of a part; the first one is set over the others."""
     loaders = PARTS[part](folder, config)
-    use = functools.partial(train_on, tiny_model()) if part == "buckets" else lambda batch: None
-    num = config.num_samples if part in ("moments", "streams") else config.num_images
+    num = config.num_images if part == "images" else config.num_samples
     cpu_us: dict[str, list[float]] = {name: [] for name in loaders}
 
     def turn(name: str) -> float:
         began_sec = workers_sec()
-        speed = samples_per_sec(loaders[name], use)
+        speed = samples_per_sec(loaders[name])
         cpu_us[name].append(1e6 * (workers_sec() - began_sec) / num)
         return speed
 

@@ -120,9 +120,9 @@ def read_ladder(path: str) -> Ladder:
         ladder: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Ladder), OmegaConf.load(path)))
         _check(ladder)
     except Exception as error:  # the YAML reader's exceptions are of several unrelated classes
-        wanted = "; rungs: ".join(", ".join(each.name for each in fields(kind)) for kind in (Ladder, Rung))
+        own, of_rung = (", ".join(each.name for each in of) for of in (fields(Ladder)[:-1], fields(Rung)))
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError([f"{path}: is no ladder ({reason}). Possible keys: {wanted}."]) from error
+        raise ConfigError([f"{path}: is no ladder ({reason}). Possible keys: {own}; of a rung: {of_rung}."]) from error
     rungs = [replace(rung, keys=[*ladder.keys, *rung.keys]) for rung in ladder.rungs]
     return replace(ladder, name=Path(path).stem, rungs=rungs)
 
@@ -138,8 +138,7 @@ def _check(ladder: Ladder) -> None:
             raise ValueError(f"rung {rung.name!r} has no plain name, or that of another one")
         if rung.program not in PROGRAMS or rung.over not in (None, *before):
             raise ValueError(f"rung {rung.name!r} names a program that does not exist, or no rung before it")
-        limit_sec = ladder.limit_sec if rung.limit_sec is None else rung.limit_sec
-        if not (1 <= rung.ranks <= MOST_RANKS and 1 <= limit_sec <= most):
+        if not (1 <= rung.ranks <= MOST_RANKS and (rung.limit_sec is None or 1 <= rung.limit_sec <= most)):
             raise ValueError(f"rung {rung.name!r}: ranks are 1 to {MOST_RANKS}, limit_sec 1 to {most}")
         if any(not isinstance(key, str) for key in (*ladder.keys, *rung.keys)):
             raise ValueError(f"rung {rung.name!r} has a key that is no text, e.g. 'seed=1'")

@@ -8,7 +8,6 @@
     whole         the same with denoiser and encoders compiled, the denoiser as one graph
     cuda_graphs   the same, replayed from CUDA graphs
     blocks        compiled block by block
-    tensorrt      the denoiser compiled by Torch-TensorRT, where torch-tensorrt is installed
     pipeline      diffusers' own of the family, eager, its weights cast to the precision, as its documentation shows
 
 A turn goes from before the tokenizer to after the VAE, the device idle at both ends. All alternate with the same random
@@ -87,8 +86,8 @@ class LatencyConfig:
     """Images of a call."""
     precisions: str = "fp16,bf16,fp32"
     """Of fp16, bf16, tf32 and fp32; a CPU has bf16 and fp32."""
-    ways: str = "eager,whole,cuda_graphs,blocks,tensorrt"
-    """How ours computes: eager, whole, cuda_graphs, blocks, tensorrt. The pipeline always takes part."""
+    ways: str = "eager,whole,cuda_graphs,blocks"
+    """How ours computes: eager, whole, cuda_graphs, blocks. The pipeline always takes part."""
     channels_last: bool = False
     """NHWC tensors in ours, as the key of a run."""
     rounds: int = limited(10, 1)

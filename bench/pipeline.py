@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,11 +43,7 @@ WAYS = {
     "whole": SpeedKeys(compile="whole"),
     "cuda_graphs": SpeedKeys(compile="whole", cuda_graphs=True),
     "blocks": SpeedKeys(compile="blocks"),
-    "tensorrt": SpeedKeys(),
 }
-# The graph keeps the types that autocast gave it. https://docs.pytorch.org/TensorRT/user_guide/compilation/compilation_settings.html
-TENSORRT_OPTIONS = {"use_explicit_typing": True, "truncate_double": True}
-
 Maker = Callable[[], Tensor]
 """Makes all images of a case from their captions: (B, 3, H, W) in [0, 1] on the device."""
 
@@ -77,10 +72,6 @@ def precision_problem(precision: str) -> str | None:
 
 def way_problem(way: str, precision: str) -> str | None:
     """Return why a way to compute is not possible on this machine, or None."""
-    if way == "tensorrt" and importlib.util.find_spec("torch_tensorrt") is None:
-        return "torch-tensorrt is not installed. It is an extra: pip install torch-tensorrt, of this torch's release."
-    if way == "tensorrt":
-        return None if torch.cuda.is_available() else "needs a GPU."
     problems = WAYS[way].problems_of_speed(precision)
     return problems[0][1] if problems else None
 
@@ -119,10 +110,6 @@ def twin_of(model: LatentDiffusion) -> LatentDiffusion:
 def ours(model: LatentDiffusion, case: Case, way: str) -> Maker:
     """Return what generates with our code; the model is changed as its way says."""
     speed.apply(model, dataclasses.replace(WAYS[way], channels_last=case.channels_last), case.precision)
-    if way == "tensorrt":
-        import torch_tensorrt  # noqa: F401  registers the back-end
-
-        model.denoiser.compile(backend="torch_tensorrt", dynamic=False, options=TENSORRT_OPTIONS)
 
     def make() -> Tensor:
         return model.generate(

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from data import SYNTHETIC_EPOCH_BATCHES, DataConfig, Encodings
 from evaluation.scoring import EVERY_IMAGES, rounded_up, sampler_problems
 from model import LatentDiffusion
 from preflight import limits
-from preflight.machine import OrderNeed
 from preflight.mlperf import log_problems
 from record.checkpoint_files import FULL, listed
 from stages.dataset import array_encoding
@@ -171,6 +170,17 @@ def _family(config: RunConfig) -> Family | None:
     with contextlib.suppress(ValueError):
         return load_family(config.model.family, config.model.preset, config.model.variant)
     return None
+
+
+@dataclass(frozen=True)
+class OrderNeed:
+    """What the order of an epoch takes on this machine (stages/shuffling.py)."""
+
+    samples: int
+    shared_gib: float
+    """Of /dev/shm, while an epoch begins."""
+    gib: float
+    """Of its memory, at most: the next epoch's, made ahead, included."""
 
 
 def order_need(config: DataConfig) -> OrderNeed | None:

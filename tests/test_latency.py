@@ -139,11 +139,10 @@ def test_a_contestant_that_fails_is_named_and_the_command_s_code_is_1(monkeypatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU cannot do")
 def test_what_this_machine_cannot_do_is_skipped_with_its_reason():
-    made = Contest(case(steps=2), ["cuda_graphs", "tensorrt"]).measure()
-    assert made["status"] == {"pipeline": "ok", "cuda_graphs": "skipped", "tensorrt": "skipped"}
+    made = Contest(case(steps=2), ["cuda_graphs"]).measure()
+    assert made["status"] == {"pipeline": "ok", "cuda_graphs": "skipped"}
     assert report.left_out([made]) == [
         "cuda_graphs: true needs a GPU. Leave it out on a CPU.",
-        "tensorrt: torch-tensorrt is not installed. It is an extra: pip install torch-tensorrt, of this torch's release.",
     ]
     assert report.left_out([Contest(case(precision="fp16"), ["eager"]).measure()]) == ["fp16: needs a GPU."]
 
@@ -169,7 +168,7 @@ def test_every_wrong_key_is_said_at_once(capsys):
         "variants: unknown 'sd3'. Known: stock, mlperf, sd15, shapes, sdxl, flux.",
         "samplers: unknown 'heun'. Known: ddim, plms, dpm++, euler.",
         "precisions: unknown 'fp8'. Known: fp16, bf16, tf32, fp32.",
-        "ways: unknown 'fast'. Known: eager, whole, cuda_graphs, blocks, tensorrt.",
+        "ways: unknown 'fast'. Known: eager, whole, cuda_graphs, blocks.",
         "batches: [0]. Possible: numbers from 1 to 1,024, e.g. [1,2,4].",
         "image_size: 65 x 65 px does not fit sd2. Both sides have to be multiples of 8.",
     ]
