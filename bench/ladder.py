@@ -5,7 +5,7 @@
 
 A rung is a YAML of yamls/ with the ladder's keys and some of its own; the first one is the baseline. The table sets each
 against the last one before it that ran, or against the one that it names as `over`, and against the baseline, where device
-and commit are the same (and the call, where no commit names the code); RESULTS/LADDER/ladder.png shows it. A rung's record,
+and commit are the same (and the call, where no commit names the code). A rung's record,
 RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's name, command, evaluations, validations, profile, status:
 ok, or refused (by the configuration check), out_of_memory, timeout, killed, failed, with the end of what the run printed. A
 rung that has an `ok` record of this commit is not run again, so that the command can be called until all are there; no call
@@ -233,28 +233,6 @@ def _ratio(record: Mapping[str, Any], other: Mapping[str, Any] | None) -> float 
     return float(f"{record[SPEED] / other[SPEED]:.3g}") if is_same else None
 
 
-def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw images/s of each rung that ran with its spread, the first at the top, and both ratios beside it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    ran = [row for row in rows if row.get(SPEED)]
-    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.42 * len(ran)), layout="constrained")
-    spread = [[abs(row[f"{SPEED}_{end}"] - row[SPEED]) for row in ran] for end in ("min", "max")]
-    names, speeds = [row["rung"] for row in ran], [row[SPEED] for row in ran]
-    bars = axes.barh(names, speeds, xerr=spread, color="#31688e", ecolor="#808080", capsize=3)
-    ratios = [["-" if row[key] is None else f"x{row[key]:g}" for key in ("over_before", "over_first")] for row in ran]
-    axes.bar_label(bars, [f"{before}, {first} over the first" for before, first in ratios], padding=4)
-    axes.invert_yaxis()
-    axes.set_xlim(right=1.45 * max(row[f"{SPEED}_max"] for row in ran))
-    axes.set_xlabel("images/s, median and extremes of the windows (ratio to the step before, and to the first)")
-    axes.set_title(title)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Format records as a table for the terminal, one row a rung; with what became of its target, where one has a target."""
     columns = COLUMNS if all(record.get("target") is None for record in records) else (*COLUMNS, *TARGET_KEYS)
@@ -295,9 +273,6 @@ def main(argv: Sequence[str]) -> int:
     rows = with_ratios(ladder, records)
     print(*dict.fromkeys(str(row.get("device")) for row in rows), sep="\n")
     print(table(rows))
-    is_quality = any(f"{kind}s" in row for row in rows for kind in OF_POINTS)
-    if sum(bool(row.get(SPEED)) for row in rows) > 1 and not is_quality:
-        draw(rows, results / "ladder.png", f"{ladder.name}, {rows[0].get('device')}")
     is_bad = any(record["status"] in ("failed", "timeout", "killed") for record in rows)
     return 1 if is_bad or not any(record["status"] == "ok" for record in rows) else 0
 

@@ -31,8 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from bench.command import Figures, keep, read_keys
 from bench.data import write_moments
 from bench.scale_reader import BATCH, PARTS, SIZE
@@ -45,8 +43,6 @@ from stages.dataset import write_facts
 
 LINKS = 30_000  # to a file: ext4 allows 65,000
 LIMIT_SEC = 1800.0  # of a part's process
-# To refuse what cannot fit: int64 numbers of samples in /dev/shm, and the memory in which their order is made.
-ROOM_BYTES = {"/dev/shm": 8, "memory": 60}
 
 
 @dataclass(frozen=True)
@@ -78,19 +74,13 @@ class ScaleConfig:
 
 
 def check(config: ScaleConfig) -> list[Problem]:
-    """Return every problem of the keys, and of this machine's room for them."""
+    """Return every problem of the keys."""
     texts, least = [], 2 * BATCH * config.ranks * max(1, config.workers)
-    most = max(config.samples, default=0)
     if min(config.samples, default=0) < least or any(num % config.samples_a_shard for num in config.samples):
         possible = f"whole shards of samples_a_shard={config.samples_a_shard}, {least:,} samples at least"
         texts.append(f"samples: {list(config.samples)}. Possible: {possible}.")
     if unknown := [name for name in _parts(config) if name not in PARTS]:
         texts.append(f"parts: unknown {', '.join(map(repr, unknown))}. Known: {', '.join(PARTS)}.")
-    free_bytes = {"/dev/shm": shutil.disk_usage("/dev/shm").free, "memory": psutil.virtual_memory().available}
-    for name, of_sample in ROOM_BYTES.items():
-        if most * of_sample > free_bytes[name]:
-            need, free = (num / 2**30 for num in (most * of_sample, free_bytes[name]))
-            texts.append(f"samples: {most:,} need about {need:.1f} GiB of {name}, {free:.1f} are free. Give fewer.")
     return [Problem(text, (text.partition(":")[0],)) for text in texts]
 
 

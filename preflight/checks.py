@@ -31,11 +31,11 @@ from cli.memory import host_bytes
 from config import count
 from data import DataConfig
 from preflight import limits
-from preflight.mlperf import closed_data_problems
 from preflight.run import (
     MEMORY_KEYS,
     OrderNeed,
     batch_gib,
+    closed_data_problems,
     cost_of,
     num_batches,
     order_need,

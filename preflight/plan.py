@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from composer.utils import dist
@@ -26,9 +26,6 @@ from training.run_config import RunConfig, resolve
 from zoo import load_family, mlperf
 from zoo.mlperf_rules import Benchmark, ReferencePoint
 from zoo.model_config import model_problems
-
-if TYPE_CHECKING:
-    from preflight.scaling_devices import Step
 
 CARDS_GIB = (80, 139)  # H100 and A100; H200
 MOST_GPUS = 64
@@ -80,16 +77,20 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
         room: the device's memory, see `training.cost.room_of_a_rank`.
         ema_on_device: the EMA weights are on the device too.
     """
-    microbatch = values["device_train_microbatch_size"]
+    microbatch, host_gib = values["device_train_microbatch_size"], cost.frozen_host_gib
+    encoders = "the encoders run on the CPU" if host_gib else "encoders forward"
+    on_host = (
+        [f"memory of the machine: {_short(host_gib)} GiB for the frozen encoders of each rank"] if host_gib else []
+    )
     lines = [
         "--- what this run will take, by estimate: nothing here was measured ---",
         f"parameters: {cost.trained_parameters:,} trained, {cost.frozen_parameters:,} frozen",
         f"compute: {_short(cost.flops_per_image / 1e12)} TFLOP an image and training step (denoiser forward and backward, "
-        f"{_encoders(cost)})",
+        f"{encoders})",
         _batch(values["global_batch_size"], num_ranks, microbatch),
         f"memory of one device at {count(microbatch, 'image')} a pass in {values['precision']}, GiB:",
         *_memory(cost, microbatch, room, ema=ema_on_device),
-        *_on_host(cost),
+        *on_host,
         *smallest_numbers(cost, values),
         f"full checkpoint: {_short(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
         *_duration(values, speed := _speed(values, num_ranks, cost)),
@@ -109,15 +110,6 @@ def _memory(cost: Cost, microbatch: int, room: str, *, ema: bool) -> list[str]:
     of = {"activations": f" = {microbatch} x {cost.activation_gib_per_image:.3g}"}
     rows = [f"  {_short(gib):>8}  {kind}{of.get(kind, '')}" for kind, gib in kinds.items() if gib > 0.0]
     return [*rows, f"  {_short(sum(kinds.values())):>8}  sum; {room}"]
-
-
-def _encoders(cost: Cost) -> str:
-    return "the encoders run on the CPU" if cost.frozen_host_gib else "encoders forward"
-
-
-def _on_host(cost: Cost) -> list[str]:
-    gib = cost.frozen_host_gib
-    return [f"memory of the machine: {_short(gib)} GiB for the frozen encoders of each rank"] if gib else []
 
 
 # --- on how many GPUs it fits: by one image a pass, since a batch of any size can be made of such passes ---
@@ -218,7 +210,9 @@ def _speed(values: Mapping[str, Any], num_ranks: int, cost: Cost) -> _Speed:
     source, batch = f"{RECORD_KEY}={place}", values["global_batch_size"]
     try:
         if card := scaling_devices.CARDS.get(place):
-            told = _step(values, cost).published(scaling_devices.committed_law(), card).predict(num_ranks, batch)
+            keys = {**values, "family": values["model.family"]}
+            step = scaling_devices.step_of(keys, cost.flops_per_image / 1e12, cost.trained_parameters)
+            told = step.published(scaling_devices.committed_law(), card).predict(num_ranks, batch)
             source += ", its published speed"
         else:
             told = scaling_devices.expected(place, num_ranks, batch)
@@ -228,20 +222,6 @@ def _speed(values: Mapping[str, Any], num_ranks: int, cost: Cost) -> _Speed:
     how = f"reckoned for {count(num_ranks, 'rank')} from {source}, see docs/scaling.md"
     line = f"time: of training alone, at {_short(told.value)} images/s {ends}, {how}"
     return _Speed(told.value, line, (told.low, told.high))
-
-
-def _step(values: Mapping[str, Any], cost: Cost) -> Step:
-    """Return the step of a planned run."""
-    from preflight.scaling_devices import Step, exchange_of
-    from preflight.scaling_law import fixed_of
-
-    return Step(
-        fixed_of(values["model.family"], bool(values.get("cuda_graphs"))),
-        cost.flops_per_image / 1e12,
-        cost.trained_parameters,
-        values["device_train_microbatch_size"],
-        exchange_of(values["precision"] or "bf16", values.get("sharding", "off")),
-    )
 
 
 def _duration(values: Mapping[str, Any], speed: _Speed) -> list[str]:

@@ -118,16 +118,6 @@ def test_impossible_keys_are_named(words, said, capsys):
     assert capsys.readouterr().err == said + "\n"
 
 
-def test_a_stage_that_does_not_fit_this_machine_is_refused_before_it_is_made(capsys, monkeypatch):
-    monkeypatch.setattr(scale, "make_stage", lambda *given: pytest.fail("it was begun"))
-    assert scale.main(["samples=[1000000000000]"]) == 2
-    shm, memory = capsys.readouterr().err.splitlines()
-    assert shm.startswith("samples: 1,000,000,000,000 need about 7450.6 GiB of /dev/shm, ") and shm.endswith(
-        " Give fewer."
-    )
-    assert memory.startswith("samples: 1,000,000,000,000 need about 55879.4 GiB of memory, ")
-
-
 # --- its table ---
 
 
