@@ -1,11 +1,19 @@
-"""What the measuring commands have in common: how their keys are read, what heads a record, how it is written."""
+"""What the measuring commands share: their keys, contestants that alternate, and the record.
+
+A figure is the median over the rounds, with the least and the greatest. A ratio is the median of the ratios within each
+round, never a ratio of medians: two contestants of one round ran on the machine in the same state.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import json
 import os
+import signal
+import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +29,7 @@ from record.environment import environment
 from reports.tables import TABLES, about, text_of
 
 Config = TypeVar("Config")
+SCHEMA = 1
 
 
 def read_keys(
@@ -28,31 +37,31 @@ def read_keys(
     argv: Sequence[str],
     check: Callable[[Config], Sequence[Problem]] = lambda config: [],
 ) -> Config | None:
-    """Return a command's configuration, or None where --print_config wanted it shown."""
+    """Return a command's configuration, or None if --print_config asked for it."""
     command_line = parse_command_line(argv, {})
-    config = load(schema, command_line, check=lambda given: [*check(given), *_places_problems(given)])
+    config = load(schema, command_line, check=lambda given: [*check(given), *_path_problems(given)])
     if command_line.print_config:
         print(to_yaml(config), end="")
         return None
     return config
 
 
-def _places_problems(config: Any) -> list[Problem]:
-    """Return what would be known only after minutes: a record that cannot be written, a folder for work that is not there."""
+def _path_problems(config: Any) -> list[Problem]:
+    """Check what would fail only after minutes: the record's file, and the folder for temporary files."""
     results, work = Path(config.results), getattr(config, "work", None)
-    text = f"{results} is a folder. Give a file in it." if results.is_dir() else unwritable(results.parent)
-    found = [("results", text)]
+    texts = {
+        "results": f"{results} is a folder. Give a file in it." if results.is_dir() else unwritable(results.parent)
+    }
     if work is not None:
-        found.append(
-            ("work", unwritable(work) if Path(work).is_dir() else f"no folder {work}. Make it, or leave it out.")
-        )
-    return [Problem(f"{key}: {text}", (key,)) for key, text in found if text]
+        is_folder = Path(work).is_dir()
+        texts["work"] = unwritable(work) if is_folder else f"no folder {work}. Make it, or leave it out."
+    return [Problem(f"{key}: {text}", (key,)) for key, text in texts.items() if text]
 
 
-def head(schema: int) -> dict[str, Any]:
-    """Return what a record begins with: its form, when and where it was made, and what else the machine was doing."""
+def head() -> dict[str, Any]:
+    """Return the head of a record: its schema, when and where it was made, and how busy the machine was."""
     return {
-        "schema": schema,
+        "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **environment(),
         "num_cpus": os.cpu_count(),
@@ -60,28 +69,90 @@ def head(schema: int) -> dict[str, Any]:
     }
 
 
-def ends(began: float) -> dict[str, Any]:
-    """Return what a record ends with; `began`: time.monotonic() of its beginning."""
-    return {"load_average_after": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - began, 1)}
-
-
-def keep(results: str, schema: int, measured: str, config: Any, figures: Callable[[], dict[str, Any]]) -> None:
-    """Measure, write the record, and print its table.
+def keep(measured: str, config: Any, figures: Callable[[], Mapping[str, Any]]) -> None:
+    """Measure, write the record, and print it: as its table, or a line for each figure.
 
     Args:
-        results: the record's file; an earlier one is replaced.
-        measured: which table it has, see reports.tables.
-        figures: measures, and returns what the record has beside its head and end.
+        measured: the command's name.
+        config: its keys; `results` is the record's file, which is replaced.
+        figures: measures, and returns the rest of the record.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: temporary folders are removed first
     began = time.monotonic()
-    record = {**head(schema), "measured": measured, "config": as_written(config), **figures(), **ends(began)}
-    write_record(results, record)
-    print(text_of(record) if measured in TABLES else about(record))
+    record = {**head(), "measured": measured, "config": as_written(config), **figures()}
+    record["load_average_after"] = round(os.getloadavg()[0], 2)
+    record["seconds"] = round(time.monotonic() - began, 1)
+    write_record(config.results, record)
+    if measured in TABLES:
+        print(text_of(record))
+        return
+    print(about(record))
+    for key in (key for key in record if f"{key}_min" in record):
+        print("{}: {:,.4g} ({:,.4g} to {:,.4g})".format(key, *(record[f"{key}{end}"] for end in ("", "_min", "_max"))))
+
+
+def write_record(path: str, record: Mapping[str, Any]) -> None:
+    """Write a record, replacing an earlier one."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_whole(Path(path), json.dumps(record, indent=2, allow_nan=False) + "\n")
+
+
+# --- contestants ---
+
+
+def take_turns(
+    contestants: Mapping[str, Callable[[], float]], rounds: int, *, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """Return name -> one value a round; each round another contestant is first.
+
+    Args:
+        contestants: name -> one turn, which measures itself and returns its value.
+        warm_up: one more round goes before the others and is thrown away.
+    """
+    values: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for number in range(-warm_up, rounds):
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            value = contestants[name]()
+            if number >= 0:
+                values[name].append(value)
+    return values
+
+
+class Figures:
+    """What was measured: `flat`, key -> number, and `by_round`, key -> the values of each round."""
+
+    def __init__(self) -> None:
+        self.flat: dict[str, Any] = {}
+        self.by_round: dict[str, list[float]] = {}
+
+    def add(self, key: str, values: Sequence[float]) -> None:
+        """Add a series as KEY (median), KEY_min and KEY_max."""
+        self.by_round[key] = [rounded(value) for value in values]
+        self._add_spread(key, values)
+
+    def ratio(self, key: str, over: str, under: str) -> None:
+        """Add the ratio of two series as KEY, KEY_min and KEY_max."""
+        self._add_spread(key, [a / b for a, b in zip(self.by_round[over], self.by_round[under], strict=True)])
+
+    def _add_spread(self, key: str, values: Sequence[float]) -> None:
+        spread = {key: statistics.median(values), f"{key}_min": min(values), f"{key}_max": max(values)}
+        self.flat |= {name: rounded(value) for name, value in spread.items()}
+
+    def as_record(self) -> dict[str, Any]:
+        """Return everything for a record."""
+        return {**self.flat, "by_round": self.by_round}
+
+
+def rounded(value: float) -> float:
+    """Round to six digits, as the run record does."""
+    return float(f"{value:.6g}")
 
 
 @contextlib.contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Let torch use so many threads of a CPU in the block."""
+    """Set torch's number of CPU threads within the block."""
     usual = torch.get_num_threads()
     try:
         torch.set_num_threads(number)
@@ -90,7 +161,8 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(usual)
 
 
-def write_record(path: str, record: Mapping[str, Any]) -> None:
-    """Write a record; an earlier one is replaced."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_whole(Path(path), json.dumps(record, indent=2, allow_nan=False) + "\n")
+def free() -> None:
+    """Release memory that is no longer in use."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -70,21 +70,17 @@ def problems_of(config: RunConfig) -> list[Problem]:
     return problems + speed_problems(config)
 
 
-def made_up(config: RunConfig, folder: Path) -> RunConfig:
-    """Write prompts and statistics to a folder, and return the configuration with them."""
-    num = config.eval.num_prompts or NUM_PROMPTS
-    prompts, reference = folder / "prompts.tsv", folder / "statistics.npz"
-    lines = [f"{n}\t{n}\ta photograph of {n} oranges on a blue table" for n in range(num)]
-    prompts.write_text("\n".join(["image_id\tid\tcaption", *lines, ""]))
-    np.savez(reference, mu=np.zeros(NUM_FEATURES), sigma=np.eye(NUM_FEATURES))
-    files = dict(prompts=str(prompts), statistics=str(reference), inception=RANDOM, clip=RANDOM)
-    return dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_prompts=num, **files))
-
-
 def scorer_of(config: RunConfig) -> Scorer:
     """Build what scores, with networks of the sizes that an evaluation of this preset would have."""
+    num = config.eval.num_prompts or NUM_PROMPTS
     with tempfile.TemporaryDirectory(prefix="evaluation-") as folder:
-        scorer = Scorer(made_up(config, Path(folder)).eval, size=config.size, seed=config.seed)
+        prompts, reference = Path(folder, "prompts.tsv"), Path(folder, "statistics.npz")
+        lines = [f"{n}\t{n}\ta photograph of {n} oranges on a blue table" for n in range(num)]
+        prompts.write_text("\n".join(["image_id\tid\tcaption", *lines, ""]))
+        np.savez(reference, mu=np.zeros(NUM_FEATURES), sigma=np.eye(NUM_FEATURES))
+        files = dict(prompts=str(prompts), statistics=str(reference), inception=RANDOM, clip=RANDOM)
+        made_up = dataclasses.replace(config.eval, num_prompts=num, **files)
+        scorer = Scorer(made_up, size=config.size, seed=config.seed)
     if config.model.preset == "full":
         scorer.meter.pair = load_clip(RANDOM, CLIP)
         scorer.meter.pair.precision = config.eval.precision
@@ -127,13 +123,9 @@ def measure(config: RunConfig) -> dict[str, Any]:
         **speed.values_of(config),
         "compiled_graphs": speed.num_graphs() if config.compile != "off" else None,
     }
-    what = {"program": "bench.evaluation", **scorer.settings(config.eval.guidances()[0])}
-    return {
-        **{key: rounded(value) for key, value in figures.items()},
-        **what,
-        "preset": config.model.preset,
-        **environment(),
-    }
+    settings = {"program": "bench.evaluation", "preset": config.model.preset}
+    settings |= scorer.settings(config.eval.guidances()[0])
+    return {**{key: rounded(value) for key, value in figures.items()}, **settings, **environment()}
 
 
 @command(__doc__, needs_words=False)

@@ -5,7 +5,7 @@
 
 A rung is a YAML of yamls/ with the ladder's keys and some of its own; the first one is the baseline. The table sets each
 against the last one before it that ran, or against the one that it names as `over`, and against the baseline, where device
-and commit are the same (and the call, where no commit names the code); RESULTS/LADDER/ladder.png shows it. A rung's record,
+and commit are the same (and the call, where no commit names the code). A rung's record,
 RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's name, command, evaluations, validations, profile, status:
 ok, or refused (by the configuration check), out_of_memory, timeout, killed, failed, with the end of what the run printed. A
 rung that has an `ok` record of this commit is not run again, so that the command can be called until all are there; no call
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,13 @@ from omegaconf import OmegaConf
 
 from callbacks.quality_target import TARGET_KEYS
 from cli.command import command
+from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from cli.files import write_json
 from cli.limits import kind_of_path, shown
 from cli.log import log
 from cli.table import as_table
+from config import load
 from preflight.limits import unwritable
 from record import processes
 from record.environment import commit, device_name
@@ -47,17 +49,8 @@ from record.history import read_history
 from record.summary import VAL_LOSS, WINDOWS, rounded
 
 SPEED = "images_per_sec"
-COLUMNS = (
-    "status",
-    SPEED,
-    "over_before",
-    "over_first",
-    "images_per_sec_min",
-    "images_per_sec_max",
-    "mfu",
-    "peak_mem_gib",
-    "first_step_seconds",
-)
+COLUMNS = ("status", SPEED, "over_before", "over_first", f"{SPEED}_min", f"{SPEED}_max")
+COLUMNS += ("mfu", "peak_mem_gib", "first_step_seconds")
 PROGRAMS = {
     "benchmark": ["benchmark.py"],
     "predecessor": ["-m", "bench.predecessor"],
@@ -65,19 +58,10 @@ PROGRAMS = {
 }
 """What runs a rung, as composer's launcher takes it."""
 MOST_RANKS = 64  # of one machine
+OF_A_POINT = ("batch", "images", "seconds", "weights")
 OF_POINTS = {
-    "evaluation": (
-        "batch",
-        "images",
-        "seconds",
-        "seconds_with_eval",
-        "weights",
-        "guidance",
-        "num_images",
-        "fid",
-        "clip",
-    ),
-    "validation": ("batch", "images", "seconds", "weights", "num_samples", "val_loss", "val_loss_bins"),
+    "evaluation": (*OF_A_POINT, "seconds_with_eval", "guidance", "num_images", "fid", "clip"),
+    "validation": (*OF_A_POINT, "num_samples", "val_loss", "val_loss_bins"),
 }
 """What a record keeps of each evaluation, and of each validation."""
 
@@ -88,30 +72,43 @@ class Rung:
 
     name: str
     yaml: str
-    keys: tuple[str, ...]
+    keys: list[str]
     program: str = "benchmark"
     ranks: int = 1
     """Processes, see `composer -n`."""
     over: str | None = None
-    """The rung that it is set against; None: the last one before it that ran."""
+    """The rung that it is compared with; None: the last one before it that ran."""
     limit_sec: int | None = None
-    """A limit of its own, for one that takes longer than the ladder's; it is then the only one of its call."""
+    """Its own limit, for one that takes longer than the ladder's; it is then the only one of its call."""
 
 
 @dataclass(frozen=True)
 class Ladder:
     """A file of yamls/ladders/."""
 
-    name: str
     limit_sec: int
     budget_sec: int
-    rungs: tuple[Rung, ...]
+    rungs: list[Rung]
+    keys: list[str] = field(default_factory=list)
+    """What each rung begins with."""
     needs_gpu: bool = False
-    """Its rungs say nothing elsewhere: it is refused there."""
+    """Its rungs mean nothing elsewhere: it is refused there."""
+    name: str = ""
+    """The file's."""
 
     def room_sec(self, rung: Rung) -> int:
         """Return how late in a call a rung is started, so that none takes longer than budget and limit together."""
         return self.budget_sec + self.limit_sec - (rung.limit_sec or self.limit_sec)
+
+
+@dataclass(frozen=True)
+class LadderConfig:
+    """The keys of this command."""
+
+    results: str = "reports/results"
+    """Folder of the records."""
+    runs: str | None = None
+    """Folder that keeps the rungs' runs. null: they are removed."""
 
 
 def read_ladder(path: str) -> Ladder:
@@ -120,94 +117,66 @@ def read_ladder(path: str) -> Ladder:
         known = ", ".join(sorted(str(file) for file in Path(__file__).parent.parent.glob("yamls/ladders/*.yaml")))
         raise ConfigError([f"{shown(path, 300)}: no such file. Known: {known}."])
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
-        if not isinstance(content, dict) or "rungs" not in content:
-            raise ValueError("it has no rungs")
-        if not isinstance(common := content.pop("keys", []), list):
-            raise ValueError("its keys are no list")
-        rungs = tuple(Rung(**{**rung, "keys": (*common, *rung["keys"])}) for rung in content["rungs"])
-        seconds = {key: int(content[key]) for key in ("limit_sec", "budget_sec")}
-        ladder = Ladder(Path(path).stem, **{**content, **seconds, "rungs": rungs})
-        _check_rungs(rungs, content["rungs"])
-        most = ladder.budget_sec + ladder.limit_sec
-        for rung in rungs:
-            if rung.limit_sec is not None and not (isinstance(rung.limit_sec, int) and 1 <= rung.limit_sec <= most):
-                raise ValueError(f"rung {rung.name!r} has limit_sec {rung.limit_sec!r}; possible: 1 to {most}")
-            if not (isinstance(rung.ranks, int) and 1 <= rung.ranks <= MOST_RANKS):
-                raise ValueError(f"rung {rung.name!r} has ranks {rung.ranks!r}; possible: 1 to {MOST_RANKS}")
-        if ladder.limit_sec < 1:
-            raise ValueError(f"limit_sec is {ladder.limit_sec}")
+        ladder: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Ladder), OmegaConf.load(path)))
+        _check(ladder)
     except Exception as error:  # the YAML reader's exceptions are of several unrelated classes
-        wanted = (
-            "limit_sec, budget_sec and rungs, each with name, yaml and keys, and program, ranks, over or limit_sec; "
-            "needs_gpu; keys that each rung begins with"
-        )
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        if isinstance(error, KeyError):
-            first_line = f"it has no {error.args[0]}"
-        raise ConfigError([f"{path}: is no ladder ({first_line}). Wanted: {wanted}."]) from error
-    return ladder
+        own, of_rung = (", ".join(each.name for each in of) for of in (fields(Ladder)[:-1], fields(Rung)))
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError([f"{path}: is no ladder ({reason}). Possible keys: {own}; of a rung: {of_rung}."]) from error
+    rungs = [replace(rung, keys=[*ladder.keys, *rung.keys]) for rung in ladder.rungs]
+    return replace(ladder, name=Path(path).stem, rungs=rungs)
 
 
-def _check_rungs(rungs: Sequence[Rung], given: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for what a rung cannot be. Each has a record of its own, and is set against one before it."""
-    if not rungs:
-        raise ValueError("it has no rungs")
+def _check(ladder: Ladder) -> None:
+    """Raise ValueError for what a ladder cannot be. Each rung has its own record, and is compared with one before it."""
+    if not ladder.rungs or ladder.limit_sec < 1:
+        raise ValueError("it has no rungs, or no time for one")
     before: set[str] = set()
-    for rung, content in zip(rungs, given, strict=True):
-        if not re.fullmatch(r"[\w-]+", rung.name) or not isinstance(content["keys"], list):
-            raise ValueError(f"rung {rung.name!r} has no plain name, or its keys are no list")
-        if bad := [word for word in (rung.yaml, *rung.keys) if not isinstance(word, str)]:
-            raise ValueError(f"rung {rung.name!r} has {bad[0]!r} where a text is wanted, e.g. 'seed=1'")
-        if rung.name in before:
-            raise ValueError(f"two rungs are called {rung.name!r}")
+    most = ladder.budget_sec + ladder.limit_sec
+    for rung in ladder.rungs:
+        if not re.fullmatch(r"[\w-]+", rung.name) or rung.name in before:
+            raise ValueError(f"rung {rung.name!r} has no plain name, or that of another one")
         if rung.program not in PROGRAMS or rung.over not in (None, *before):
-            raise ValueError(f"rung {rung.name!r} names a program that there is not, or no rung before it")
+            raise ValueError(f"rung {rung.name!r} names a program that does not exist, or no rung before it")
+        if not (1 <= rung.ranks <= MOST_RANKS and (rung.limit_sec is None or 1 <= rung.limit_sec <= most)):
+            raise ValueError(f"rung {rung.name!r}: ranks are 1 to {MOST_RANKS}, limit_sec 1 to {most}")
+        if any(not isinstance(key, str) for key in (*ladder.keys, *rung.keys)):
+            raise ValueError(f"rung {rung.name!r} has a key that is no text, e.g. 'seed=1'")
         before.add(rung.name)
 
 
-def run_rung(
-    rung: Rung, limit_sec: int, runs: Path | None = None, group: str | None = None, tree: Path = processes.ROOT
-) -> dict[str, Any]:
+def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None, group: str | None = None) -> dict[str, Any]:
     """Run one rung to its end or its limit and return its record; its run stays in `runs`, or is removed.
 
     Args:
         group: of the runs, where they are logged.
-        tree: the checkout whose code runs it.
     """
+    program = PROGRAMS[rung.program]
+    record = {"rung": rung.name, "command": f"composer -n {rung.ranks} {' '.join([*program, rung.yaml, *rung.keys])}"}
     with contextlib.nullcontext(runs) if runs else tempfile.TemporaryDirectory() as folder:
-        arguments = [
-            rung.yaml,
-            *rung.keys,
-            f"run_folder={folder}",
-            f"run_name={rung.name}",
-            "loggers.progress_bar=false",
-        ]
+        words = [rung.yaml, *rung.keys, f"run_folder={folder}", f"run_name={rung.name}", "loggers.progress_bar=false"]
         if group and rung.program == "benchmark" and not any(key.startswith("loggers.group=") for key in rung.keys):
-            arguments.append(f"loggers.group={group}")
-        program = PROGRAMS[rung.program]
-        record = {
-            "rung": rung.name,
-            "command": f"composer -n {rung.ranks} {' '.join([*program, rung.yaml, *rung.keys])}",
-        }
+            words.append(f"loggers.group={group}")
         started = time.monotonic()
-        code, output = processes.run(processes.of_composer(rung.ranks, *program, *arguments), limit_sec, tree)
+        code, output = processes.run(processes.of_composer(rung.ranks, *program, *words), limit_sec)
         record["process_seconds"] = round(time.monotonic() - started, 1)
         summary = Path(folder, rung.name, "summary.json")
         if code == 0 and summary.is_file():
-            lines = list(read_lines(summary.with_name("metrics.jsonl")))
-            points = {
-                f"{kind}s": [{key: line[key] for key in keys} for line in lines if line.get(kind)]
-                for kind, keys in OF_POINTS.items()
-            }
-            found = {kinds: short for kinds, short in points.items() if short}
-            windows = [rounded(float(speed)) for speed in read_history(summary.parent).speeds]
-            speeds = {WINDOWS: windows} if windows else {}
-            profile = summary.with_name("profile") / "table.json"
-            of_profile = {"profile": json.loads(profile.read_text())} if profile.is_file() else {}
-            return {**record, "status": "ok", **json.loads(summary.read_text()), **speeds, **found, **of_profile}
+            return {**record, "status": "ok", **json.loads(summary.read_text()), **_of_run(summary.parent)}
     ended = {"status": processes.status_of(code, output), "limit_sec": limit_sec}
     return {**record, **ended, "device": device_name(), "commit": commit(), "output_end": output[-2000:]}
+
+
+def _of_run(run: Path) -> dict[str, Any]:
+    """Return what a record keeps of a finished run besides its summary: windows, evaluations, validations, profile."""
+    lines, found = list(read_lines(run / "metrics.jsonl")), {}
+    if windows := [rounded(float(speed)) for speed in read_history(run).speeds]:
+        found[WINDOWS] = windows
+    for kind, keys in OF_POINTS.items():
+        if points := [{key: line[key] for key in keys} for line in lines if line.get(kind)]:
+            found[f"{kind}s"] = points
+    profile = run / "profile/table.json"
+    return {**found, **({"profile": json.loads(profile.read_text())} if profile.is_file() else {})}
 
 
 def _done(path: Path, here: str | None) -> bool:
@@ -220,25 +189,20 @@ def _done(path: Path, here: str | None) -> bool:
     return is_commit and isinstance(record, dict) and record.get("status") == "ok" and record.get("commit") == here
 
 
-def _problems_here(ladder: Ladder, path: str, folders: Mapping[str, Path | None]) -> list[str]:
-    """Return what would be known only after minutes: no place for the records, no device for the rungs."""
-    found = [f"{key}: {text}" for key, folder in folders.items() if folder is not None and (text := unwritable(folder))]
+def _problems(ladder: Ladder, path: str, config: LadderConfig, here: str | None) -> list[str]:
+    """Return what would be known only after minutes: folders, the device, and a kept run of another commit."""
+    folders = {"results": config.results, "runs": config.runs}
+    texts = [f"{key}: {text}" for key, folder in folders.items() if folder and (text := unwritable(folder))]
     if ladder.needs_gpu and not torch.cuda.is_available():
-        ways = (
-            "Run it where there is one; on a CPU: python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=FOLDER"
-        )
-        found.append(f"{path}: its rungs need a GPU, and torch finds none here. {ways}")
-    return found
-
-
-def _kept_problem(runs: Path | None, ladder: Ladder, here: str | None) -> str | None:
-    """Say which kept run is finished and of another commit: its record would be written as one of today."""
-    for rung in ladder.rungs if runs is not None else ():
-        summary = runs / rung.name / "summary.json"
+        way = "Run it on a GPU; on a CPU: python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=FOLDER"
+        texts.append(f"{path}: its rungs need a GPU, and torch finds none here. {way}")
+    for rung in ladder.rungs if config.runs else ():
+        summary = Path(config.runs or "", rung.name, "summary.json")
         made_by = json.loads(summary.read_text()).get("commit") if summary.is_file() else here
         if made_by != here:
-            return f"runs: {summary.parent} is a finished run of commit {made_by}. Remove it, or give another folder."
-    return None
+            given = f"{summary.parent} is a finished run of commit {made_by}"
+            texts.append(f"runs: {given}. Remove it, or give another folder.")
+    return texts
 
 
 def with_ratios(ladder: Ladder, records: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -269,35 +233,6 @@ def _ratio(record: Mapping[str, Any], other: Mapping[str, Any] | None) -> float 
     return float(f"{record[SPEED] / other[SPEED]:.3g}") if is_same else None
 
 
-def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw images/s of each rung that ran with its spread, the first at the top, and both ratios beside it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    ran = [row for row in rows if row.get(SPEED)]
-    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.42 * len(ran)), layout="constrained")
-    speeds = [row[SPEED] for row in ran]
-    spread = [[_extreme(row, "min") for row in ran], [_extreme(row, "max") for row in ran]]
-    away = [[abs(end - speed) for end, speed in zip(ends, speeds, strict=True)] for ends in spread]
-    bars = axes.barh([row["rung"] for row in ran], speeds, xerr=away, color="#31688e", ecolor="#808080", capsize=3)
-    ratios = [("-" if r["over_before"] is None else f"x{r['over_before']:g}", r["over_first"]) for r in ran]
-    texts = [f"{before}, {'-' if first is None else f'x{first:g}'} over the first" for before, first in ratios]
-    axes.bar_label(bars, texts, padding=4)
-    axes.invert_yaxis()
-    axes.set_xlim(right=1.45 * max(spread[1]))
-    axes.set_xlabel("images/s, median and extremes of the windows (ratio to the step before, and to the first)")
-    axes.set_title(title)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _extreme(row: Mapping[str, Any], end: str) -> float:
-    """Return the least or the greatest window of a rung, images/s."""
-    return row[f"images_per_sec_{end}"]
-
-
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Format records as a table for the terminal, one row a rung; with what became of its target, where one has a target."""
     columns = COLUMNS if all(record.get("target") is None for record in records) else (*COLUMNS, *TARGET_KEYS)
@@ -310,45 +245,34 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    folders: dict[str, Path | None] = {"results": Path("reports/results"), "runs": None}
-    ladder = read_ladder(argv[0])
-    for word in argv[1:]:
-        key, _, value = word.partition("=")
-        if key not in folders or not value:
-            known = ", ".join(f"{name}=FOLDER" for name in folders)
-            raise ConfigError([f"command line: '{word}' is not known. Known: {known}."])
-        folders[key] = Path(value).resolve()
-    if found := _problems_here(ladder, argv[0], folders):
-        raise ConfigError(found)
-
-    started, records, here, call = time.monotonic(), {}, commit(), f"{time.time():.0f}"
+    ladder, here = read_ladder(argv[0]), commit()
+    config = load(LadderConfig, parse_command_line(argv[1:], {}), check=lambda config: [])
+    if problems := _problems(ladder, argv[0], config, here):
+        raise ConfigError(problems)
+    started, call, records = time.monotonic(), f"{time.time():.0f}", {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: the rung is ended first
     if here is None or here.endswith("+changes"):
         given = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
         log.info(f"{ladder.name}: {given}, so every rung runs again; those without a record first")
-    if text := _kept_problem(folders["runs"], ladder, here):
-        raise ConfigError([text])
-    paths = {rung: folders["results"] / ladder.name / f"{rung.name}.json" for rung in ladder.rungs}
+    results, runs = Path(config.results).resolve() / ladder.name, Path(config.runs).resolve() if config.runs else None
+    results.mkdir(parents=True, exist_ok=True)
     # Those without a record first. Of the others one that needs a call for itself: what is refused again would take its time.
-    for rung, path in sorted(paths.items(), key=lambda p: (p[1].is_file(), p[1].is_file() and p[0].limit_sec is None)):
+    paths = [(results / f"{rung.name}.json", rung) for rung in ladder.rungs]
+    for path, rung in sorted(paths, key=lambda of: (of[0].is_file(), of[0].is_file() and of[1].limit_sec is None)):
         if _done(path, here):
             print(f"{rung.name}: has a record of this commit", flush=True)
         elif time.monotonic() - started > (room := ladder.room_sec(rung)):
             print(f"{rung.name}: not started, {room} s are spent; call again to resume", flush=True)
             continue
         else:
-            record = {"call": call, **run_rung(rung, rung.limit_sec or ladder.limit_sec, folders["runs"], ladder.name)}
-            path.parent.mkdir(parents=True, exist_ok=True)
+            record = {"call": call, **run_rung(rung, rung.limit_sec or ladder.limit_sec, runs, ladder.name)}
             write_json(path, record)
-            why = "" if record["status"] == "ok" else f"; the end of what it said: {path}"
+            why = "" if record["status"] == "ok" else f"; the end of its output: {path}"
             print(f"{rung.name}: {record['status']} after {record['process_seconds']} s{why}", flush=True)
         records[rung.name] = json.loads(path.read_text())
     rows = with_ratios(ladder, records)
     print(*dict.fromkeys(str(row.get("device")) for row in rows), sep="\n")
     print(table(rows))
-    is_quality = any(f"{kind}s" in row for row in rows for kind in OF_POINTS)
-    if sum(bool(row.get(SPEED)) for row in rows) > 1 and not is_quality:
-        draw(rows, folders["results"] / ladder.name / "ladder.png", f"{ladder.name}, {rows[0].get('device')}")
     is_bad = any(record["status"] in ("failed", "timeout", "killed") for record in rows)
     return 1 if is_bad or not any(record["status"] == "ok" for record in rows) else 0
 

@@ -2,34 +2,31 @@
 
     python -m bench.latency                                     # SD2 and SD 1.5: full size on a GPU, tiny on a CPU
     python -m bench.latency batches=[1] precisions=fp32 ways=eager,whole results=/tmp/latency.json
-    python -m bench.latency processes=true variants=stock,shapes batches=[8,16,32] samplers=ddim precisions=fp32 ways=eager
     make gpu-latency                                            # the full form, for a GPU
 
     eager         LatentDiffusion.generate, as an evaluation uses it: 16-bit precisions are autocast over float32 weights
     whole         the same with denoiser and encoders compiled, the denoiser as one graph
     cuda_graphs   the same, replayed from CUDA graphs
     blocks        compiled block by block
-    tensorrt      the denoiser compiled by Torch-TensorRT, where torch-tensorrt is installed
     pipeline      diffusers' own of the family, eager, its weights cast to the precision, as its documentation shows
 
-A turn goes from before the tokenizer to after the VAE, the device idle at both ends. All take turns (bench/contest.py), with
-the same random weights, noise, sampler and steps; the first call of each, which compiles, is kept apart. The shares of text
-encoder, denoiser and VAE are from one more call of ours, with a clock around each: CUDA events on a GPU.
-
-The third command is for batches as an evaluation's. With `processes` ours is set up as a command is, and
-the pipeline as torch comes; without it they share a process, and its ways with memory.
+A turn goes from before the tokenizer to after the VAE, the device idle at both ends. All alternate with the same random
+weights, noise, sampler and steps; the first call of each, which compiles, is recorded apart.
 
 The first of `samplers` is measured in all precisions and batches, the others in the first precision that this machine has
 and in the first batch. What is not possible here is skipped with its reason; what runs out of memory is recorded as that.
 The record is written after each contest. Called again, the command keeps what the same commit measured on the same device,
-and goes on. `python -m reports.latency RECORD.json` shows it; no GPU is needed for that.
-Exit code: 0, 1 when a contestant failed, 2 when the command cannot be read.
+and continues. `python -m reports.latency RECORD.json` shows it; no GPU is needed for that.
+Exit code: 0, 1 if a contestant failed, 2 if the command cannot be read.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,22 +34,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from bench.command import head, read_keys, write_record
-from bench.latency_contest import Contest, free
-from bench.latency_makers import FAMILIES, PRECISIONS, WAYS, Case, family_of, precision_problem
+from bench.command import Figures, free, head, read_keys, rounded, take_turns, write_record
+from bench.pipeline import (
+    FAMILIES,
+    PRECISIONS,
+    WAYS,
+    Case,
+    Maker,
+    family_of,
+    model_of,
+    ours,
+    precision_problem,
+    theirs,
+    twin_of,
+    way_problem,
+)
 from cli.command import command
 from cli.command_line import Problem
-from cli.limits import limited
+from cli.limits import limited, shown
 from cli.log import log
+from model import AUTOCAST_DTYPES
+from record.processes import OUT_OF_MEMORY
 from reports.latency import PIPELINE, text_of
 from zoo import load_family
 from zoo.sampling import FLOW, MAX_STEPS, MIN_STEPS, OF_FLOW, SAMPLERS
 from zoo.sd2 import ARCHITECTURES
 from zoo.spec import MAX_SIDE_PX, as_size
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -76,16 +86,14 @@ class LatencyConfig:
     """Images of a call."""
     precisions: str = "fp16,bf16,fp32"
     """Of fp16, bf16, tf32 and fp32; a CPU has bf16 and fp32."""
-    ways: str = "eager,whole,cuda_graphs,blocks,tensorrt"
-    """How ours computes: eager, whole, cuda_graphs, blocks, tensorrt. The pipeline always takes part."""
+    ways: str = "eager,whole,cuda_graphs,blocks"
+    """How ours computes: eager, whole, cuda_graphs, blocks. The pipeline always takes part."""
     channels_last: bool = False
     """NHWC tensors in ours, as the key of a run."""
     rounds: int = limited(10, 1)
     """Turns of each contestant."""
     threads: int = limited(1, 1, 1024)
     """Threads of torch on a CPU."""
-    processes: bool = False
-    """A process for each contestant: the pipeline's is as torch comes, ours is set up as that of a command."""
     results: str = "reports/results/latency_cpu.json"
     """File of the record. One of the same commit and device is added to, another one replaced."""
 
@@ -146,8 +154,110 @@ def cases_of(config: LatencyConfig) -> Iterator[Case]:
                         channels_last=config.channels_last,
                         rounds=config.rounds,
                         threads=config.threads,
-                        processes=config.processes,
                     )
+
+
+# --- a contest ---
+
+
+class Contest:
+    """The contestants of one case; one that fails is dropped, and the others continue.
+
+    Attributes:
+        status: contestant -> ok, skipped, out_of_memory or failed.
+        reasons: contestant -> why it is not ok.
+    """
+
+    def __init__(self, case: Case, ways: Sequence[str]):
+        self.case = case
+        self.status = dict.fromkeys((PIPELINE, *ways), "ok")
+        self.reasons: dict[str, str] = {}
+        self.makers: dict[str, Maker] = {}
+        self.images: dict[str, np.ndarray] = {}
+        for name in self.status:
+            text = precision_problem(case.precision) or (way_problem(name, case.precision) if name in WAYS else None)
+            if text:
+                self.status[name], self.reasons[name] = "skipped", text
+
+    def names(self) -> list[str]:
+        """Return the contestants that are still taking part."""
+        return [name for name, status in self.status.items() if status == "ok"]
+
+    def measure(self) -> dict[str, Any]:
+        """Measure, and return the record of this case."""
+        begin = {**dataclasses.asdict(self.case), "load_average_before": round(os.getloadavg()[0], 2)}
+        if self.names():
+            self._build()
+        first = {name: rounded(self._turn(name)) for name in self.names()}
+        turns = {name: functools.partial(self._turn, name) for name in self.names()}
+        values = take_turns(turns, self.case.rounds, warm_up=False) if turns else {}
+        figures = self._figures(first, values)
+        return {**begin, "status": self.status, "reasons": self.reasons, **figures.as_record()}
+
+    def _build(self) -> None:
+        """Build each contestant: its own modules, the same tensors wherever types and memory format are the same."""
+        torch._dynamo.reset()
+        differs = self.case.channels_last or self.case.precision in AUTOCAST_DTYPES
+        try:
+            model = model_of(self.case)
+        except Exception as error:
+            for name in self.names():
+                self._drop(name, error)
+            return
+        for name in self.names():
+            try:
+                if name == PIPELINE:
+                    self.makers[name] = theirs(copy.deepcopy(model) if differs else twin_of(model), self.case)
+                else:
+                    self.makers[name] = ours(twin_of(model), self.case, name)
+            except Exception as error:
+                self._drop(name, error)
+
+    def _turn(self, name: str) -> float:
+        """Call once, the device idle at both ends; return the seconds, NaN from a contestant that was dropped."""
+        if name not in self.makers:
+            return float("nan")
+        synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        try:
+            synchronize()
+            begun = time.perf_counter()
+            images = self.makers[name]()
+            synchronize()
+            seconds = time.perf_counter() - begun
+            self.images[name] = images.float().cpu().numpy()
+        except Exception as error:
+            self._drop(name, error)
+            return float("nan")
+        return seconds
+
+    def _drop(self, name: str, error: Exception) -> None:
+        """Record why a contestant is out, and free its memory."""
+        is_memory = isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
+        self.status[name] = "out_of_memory" if is_memory else "failed"
+        self.reasons[name] = shown(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 300)
+        self.makers.pop(name, None)
+        error.__traceback__ = None  # its frames hold tensors
+        free()
+
+    def _figures(self, first: Mapping[str, float], values: Mapping[str, list[float]]) -> Figures:
+        figures, names = Figures(), self.names()
+        for name in names:
+            figures.add(f"{name}_sec", values[name])
+            figures.flat[f"{name}_sec_p95"] = rounded(float(np.percentile(values[name], 95)))
+            figures.flat[f"{name}_first_sec"] = first[name]
+        for way in (name for name in names if name != PIPELINE):
+            for other in (PIPELINE, "eager"):
+                if other in names and other != way:
+                    figures.ratio(f"{way}_speedup_vs_{other}", f"{other}_sec", f"{way}_sec")
+            figures.flat[f"{way}_image_std"] = _finite(self.images[way].std())  # the images are not one color
+            if PIPELINE in names:
+                difference = np.abs(self.images[way] - self.images[PIPELINE]).max()
+                figures.flat[f"{way}_max_abs_difference"] = _finite(difference)
+        return figures
+
+
+def _finite(value: np.floating) -> float | None:
+    return rounded(float(value)) if np.isfinite(value) else None
 
 
 # --- the record ---
@@ -156,7 +266,7 @@ def cases_of(config: LatencyConfig) -> Iterator[Case]:
 def begun_record(config: LatencyConfig) -> dict[str, Any]:
     """Return the record to go on with: the one that is there, where it is of this commit and device, else a new one."""
     torch.set_num_threads(config.threads)
-    new = {**head(SCHEMA), "contests": []}
+    new = {**head(), "contests": []}
     try:
         old = json.loads(Path(config.results).read_text())
         same = all(old[key] == new[key] for key in ("schema", "device", "commit")) and isinstance(old["contests"], list)

@@ -28,8 +28,6 @@ from record import films
 from stages.images import SampleError
 from zoo.shapes.motion import NUM_FRAMES, MovingScene, all_moving_scenes
 
-SCHEMA = 1
-
 
 @dataclass(frozen=True)
 class MotionBenchConfig:
@@ -93,13 +91,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     config = read_keys(MotionBenchConfig, argv, check)
     if config is not None:
-        keep(
-            config.results,
-            SCHEMA,
-            "motion",
-            config,
-            lambda: {"cases": [figures_of(folder) for folder in folders_of(config)]},
-        )
+        keep("motion", config, lambda: {"cases": [figures_of(folder) for folder in folders_of(config)]})
     return 0
 
 

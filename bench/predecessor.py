@@ -4,8 +4,7 @@
 
 Networks, batch, precision, FLOPs and clocks are those of benchmark.py. The rest is as there: each synthetic image is drawn on
 the CPU by a loader's worker, number by number; the frozen encoders keep float32 and leave it to autocast; AdamW is torch's
-default; and the average of the weights is Composer's own. Nothing is kept but RUN_FOLDER/RUN_NAME/summary.json, and a line
-in first_batch beside it, from which bench.micro knows when the first batch is done.
+default; and the average of the weights is Composer's own. Nothing is kept but RUN_FOLDER/RUN_NAME/summary.json.
 
 Exit code: 0, or 2 when the configuration cannot run: a key that the predecessor has nothing for is refused.
 """
@@ -20,10 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Callback, Trainer
+from composer import Trainer
 from composer.algorithms import EMA
-from composer.core import DataSpec
-from composer.devices import Device
 from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -33,7 +30,7 @@ from cli.command import command
 from cli.command_line import Problem, parse_command_line
 from cli.files import write_json
 from config import load
-from model import BatchRandomness, LatentDiffusion
+from model import BatchRandomness
 from preflight.checks import check
 from preflight.run import cost_of, planned_microbatch
 from record.environment import device_name, environment
@@ -66,26 +63,24 @@ class DrawnItems(Dataset):
         return torch.randint(0, column.below, column.shape, dtype=column.dtype)
 
 
-def place(model: LatentDiffusion, device: torch.device, precision: str) -> LatentDiffusion:
-    """Move everything to the device; the frozen encoders stay in float32."""
-    model.place(device, precision)
-    model.encoders.to(device, torch.float32)
-    return model
-
-
-def build_trainer(
-    config: RunConfig,
-    model: LatentDiffusion,
-    loader: DataLoader | DataSpec,
-    callbacks: Sequence[Callback],
-    *,
-    device: Device,
-    microbatch: int,
-) -> Trainer:
-    """Return Composer's Trainer with torch's default AdamW and Composer's own average."""
-    assert config.precision is not None
-    given = config.optimizer
-    return Trainer(
+def train(config: RunConfig) -> dict[str, Any]:
+    """Run one resolved configuration and return the figures of its summary."""
+    assert config.precision is not None and config.run_name is not None
+    device = build_device(config.precision)
+    dist.initialize_dist(device)
+    config = published.fetched(config)
+    cost, given = cost_of(config), config.optimizer
+    model = build(config)
+    model.place(device._device, config.precision)
+    model.encoders.to(device._device, torch.float32)
+    device_batch, microbatch = config.global_batch_size // dist.get_world_size(), planned_microbatch(config, cost)
+    # Composer gives durations in epochs too; 1,000 batches are an epoch here, as in benchmark.py.
+    items = DrawnItems(config.data.columns(model.family, config.size), 1000 * device_batch)
+    loader = DataLoader(items, device_batch, num_workers=config.data.workers, pin_memory=device.name == "gpu")
+    Path(config.run_folder, config.run_name).mkdir(parents=True, exist_ok=True)
+    peak = peak_tflops(device_name(), config.precision)
+    throughput = Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
+    trainer = Trainer(
         model=model,
         train_dataloader=loader,
         max_duration=config.max_duration,
@@ -97,41 +92,19 @@ def build_trainer(
             weight_decay=given.weight_decay,
         ),
         algorithms=[EMA(half_life=EMA_HALF_LIFE)],
-        callbacks=list(callbacks),
+        callbacks=[BatchRandomness(model, config.seed), throughput],
         progress_bar=False,
         device=device,
         precision=composer_precision(device, config.precision),
         device_train_microbatch_size=microbatch,
         seed=config.seed,
-        spin_dataloaders=False,  # its items are random numbers: there is no place in an epoch to go to
-    )
-
-
-def train(config: RunConfig) -> dict[str, Any]:
-    """Run one resolved configuration and return the figures of its summary."""
-    assert config.precision is not None and config.run_name is not None
-    device = build_device(config.precision)
-    dist.initialize_dist(device)
-    config = published.fetched(config)
-    cost = cost_of(config)
-    model = place(build(config), device._device, config.precision)
-    device_batch = config.global_batch_size // dist.get_world_size()
-    # Composer gives durations in epochs too; 1,000 batches are an epoch here, as in benchmark.py.
-    items = DrawnItems(config.data.columns(model.family, config.size), 1000 * device_batch)
-    loader = DataLoader(items, device_batch, num_workers=config.data.workers, pin_memory=device.name == "gpu")
-    peak = peak_tflops(device_name(), config.precision)
-    folder = Path(config.run_folder, config.run_name)
-    folder.mkdir(parents=True, exist_ok=True)
-    throughput = Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
-    callbacks = [BatchRandomness(model, config.seed), throughput]
-    trainer = build_trainer(
-        config, model, loader, callbacks, device=device, microbatch=planned_microbatch(config, cost)
+        spin_dataloaders=False,  # its items are random numbers: there is no position in an epoch to return to
     )
     trainer.fit()
     trainer.close()
     loss = trainer.state.total_loss_dict["loss/train/total"]
     if not math.isfinite(loss):
-        raise ValueError(f"loss: {loss} at the end: a speed of numbers that are none says nothing. Lower optimizer.lr.")
+        raise ValueError(f"loss: {loss} at the end: the speed of such numbers means nothing. Lower optimizer.lr.")
     what = {
         "program": "bench.predecessor",
         "stage": config.data.stage,
@@ -139,7 +112,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         "image_size": list(config.size),
         "preset": config.model.preset,
         "global_batch_size": config.global_batch_size,
-        "device_train_microbatch_size": planned_microbatch(config, cost),
+        "device_train_microbatch_size": microbatch,
         "ema": True,
     }
     figures = {**throughput.result(), "loss": loss}
@@ -151,16 +124,14 @@ def problems_of(config: RunConfig) -> list[Problem]:
     if not config.data.synthetic:
         return [Problem("data.synthetic: false. This program measures synthetic data alone: data.synthetic=true.")]
     given = {key.name: (getattr(config, key.name), key.default) for key in dataclasses.fields(SpeedKeys)}
-    given["profile.batches"], given["eval.when"] = (config.profile.batches, 0), (config.eval.when, "off")
+    given |= {"profile.batches": (config.profile.batches, 0), "eval.when": (config.eval.when, "off")}
+    if config.precision == "fp8":
+        given["precision"] = (config.precision, None)
     found = [
         Problem(f"{key}: {value}. The predecessor has nothing of the kind: leave it out.", (key,))
         for key, (value, default) in given.items()
         if value != default
     ]
-    if config.precision == "fp8":
-        found.append(
-            Problem("precision: fp8. The predecessor has nothing of the kind: precision=bf16.", ("precision",))
-        )
     if config.device_train_microbatch_size == AUTO:
         text = "device_train_microbatch_size: auto. This program tries none: give a number."
         found.append(Problem(text, ("device_train_microbatch_size",)))
@@ -176,15 +147,8 @@ def main(argv: Sequence[str]) -> int:
     summary = train(config)
     if dist.get_global_rank() == 0:
         write_json(Path(config.run_folder, config.run_name or "", "summary.json"), summary)
-        shown = (
-            "images_per_sec",
-            "images_per_sec_per_device",
-            "mfu",
-            "data_wait_frac",
-            "peak_mem_gib",
-            "batches",
-            "loss",
-        )
+        shown = ("images_per_sec", "images_per_sec_per_device", "mfu", "data_wait_frac", "peak_mem_gib")
+        shown += ("batches", "loss")
         print(result_line({key: summary[key] for key in shown}), flush=True)
     return 0
 

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.command import keep, read_keys
-from bench.contest import Figures, rounded
+from bench.command import Figures, keep, read_keys, rounded
 from cli.command import command
 from cli.errors import Failed
 from cli.limits import limited
@@ -32,7 +31,6 @@ from record.checkpoint_files import FULL, WEIGHTS, listed
 from record.checkpoint_folders import size_of
 from training.checkpoints import DEFAULT_EVERY_IMAGES
 
-SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 1  # windows of each run that do not count
 CLOCKS = ("train_sec", "data_wait_sec", "eval_sec", "other_sec")
@@ -78,8 +76,8 @@ def words_of(config: SavingConfig, folder: Path, name: str, contestant: str) -> 
     words = ["model.family=shapes", "model.preset=full", "image_size=32", "data.synthetic=true", "model.weights=random"]
     words += [f"global_batch_size={config.batch_size}", f"max_duration={batches}ba", "ema.enabled=true"]
     words += [
-        f"measure.window_batches={config.window_batches}",
-        f"measure.warmup_batches={WARMUP * config.window_batches}",
+        f"measure.{key}={n * config.window_batches}"
+        for key, n in {"window_batches": 1, "warmup_batches": WARMUP}.items()
     ]
     words += [f"save.every_images={every}", f"save.snapshot_every_images={every}"]
     words += [f"run_folder={folder}", f"run_name={name}", "loggers.progress_bar=false"]
@@ -132,7 +130,7 @@ def measured(config: SavingConfig) -> dict[str, Any]:
         shares = [one / none for one, none in zip(cost, all_sec[NONE], strict=True)]
         figures.add(f"{name}_share_of_windows", shares)
         figures.add(f"{name}_share_by_default", [share * images / DEFAULT_EVERY_IMAGES for share in shares])
-    return {**figures.flat, "checkpoint_gib": rounded(gib), "by_round": figures.by_round}
+    return {"checkpoint_gib": rounded(gib), **figures.as_record()}
 
 
 @command(__doc__, needs_words=False)
@@ -140,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     config = read_keys(SavingConfig, argv)
     if config is not None:
-        keep(config.results, SCHEMA, "saving", config, lambda: measured(config))
+        keep("saving", config, lambda: measured(config))
     return 0
 
 

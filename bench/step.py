@@ -1,4 +1,4 @@
-"""How long a step of training takes: ours, a plain loop of diffusers, and the predecessor, in turns in one process.
+"""How long a step of training takes: ours, and a plain loop of diffusers, alternating in one process.
 
     python -m bench.step                                        # tiny networks: under two minutes on two CPU cores
     python -m bench.step preset=full batch_size=32              # SD2 at 512 px, on a GPU
@@ -6,59 +6,75 @@
 
 Two contests, without EMA and with it, each around the same initial weights, optimizer (AdamW) and batch:
 
-    ours          Composer's Trainer, LatentDiffusion, fused AdamW, gradient norm and clipping, ema.py, and a run's clocks,
-                  record of losses and checkpointer, for which nothing falls due
-    plain         diffusers' text-to-image example without accelerate: bench/step_contest.py says what is in it
-    predecessor   bench.predecessor: Composer's own EMA, no clipping; in the contest with EMA alone, since it always has one
+    ours     Composer's Trainer, LatentDiffusion, fused AdamW, gradient norm and clipping, ema.py, and a run's clocks,
+             record of losses and checkpointer, for which nothing is due
+    plain    diffusers' text-to-image example without accelerate, see PlainLoop
 
-A batch lies on the device before the step, the same for all: what loaders take is in bench.data and bench.micro. Captions
-are encoded in the step, and images too (stage=images). No captions are dropped.
+The batch is on the device before the step; loading is measured by bench.data. Captions are encoded in the step, and images
+too (stage=images). No captions are dropped.
 
-Before the turns each takes some steps, ours and plain with the same random numbers. In fp32 their losses have to be equal up
-to 1e-6 of their size, else nothing is recorded; in bf16 the plain loop draws other noise, in that type.
+Before the turns each takes some steps with the same random numbers. In fp32 their losses have to be equal up to 1e-6 of
+their size, else nothing is recorded; in bf16 the plain loop draws its noise in that type.
 
-A turn is some steps, timed from the end of one before them: ms a step by the clock and of the processor (all threads of the
-process; on a GPU the host's). `times as fast` is the other's time over ours.
-Exit code: 0, 1 when the losses differ, 2 when the command cannot be read.
+A turn is some steps, timed from the end of one before them, the device idle at both ends: ms a step by the clock and of the
+processor (all threads of the process; on a GPU the host's). `speedup` is the other's time over ours.
+Exit code: 0, 1 if the losses differ, 2 if the command cannot be read.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import torch
+import torch.nn.functional as F
+from composer import Callback, Logger, State, Trainer
+from composer.core import DataSpec
+from composer.devices import Device
+from torch import Tensor
 
-from bench.command import ends, head, read_keys, threads, write_record
-from bench.contest import Figures, rounded, take_turns
-from bench.latency_contest import free, precision_problem
-from bench.step_contest import contestants, largest_difference
+from bench.command import Figures, free, keep, read_keys, rounded, take_turns, threads
+from bench.pipeline import precision_problem
+from callbacks.gradient_norm import GradientNorm
+from callbacks.losses import Losses
+from callbacks.run_record import RunRecord
+from callbacks.throughput import Throughput
 from cli.command import command
 from cli.command_line import Problem
 from cli.errors import Failed
 from cli.limits import limited
-from config import as_written
-from data import DataConfig
-from ema import EMAConfig
-from reports.tables import text_of
-from training.device import build_device
-from training.optimizer import OptimizerConfig
+from config import flat
+from data import DataConfig, SyntheticBatches
+from ema import EMA, EMAConfig
+from model import AUTOCAST_DTYPES, BatchRandomness, LatentDiffusion, normalize_images, step_seed
+from record.config_file import ConfigFiles
+from training.checkpoints import Checkpointer
+from training.device import build_device, composer_precision
+from training.optimizer import OptimizerConfig, build_optimizer, build_schedule
 from training.run_config import RunConfig, build, resolve
 from zoo import load_family
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
+from zoo.sampling import PREDICTIONS, SCHEDULE
 from zoo.spec import MAX_SIDE_PX, as_size
 
-SCHEMA = 1
-# Of 866 M parameters in float32: weights, gradients, AdamW's two, the average; and the encoders' 424 M; three times.
-FULL_GIB = 53
+# Of 866 M parameters in float32: weights, gradients, AdamW's two, the average; and the encoders' 424 M; twice.
+FULL_GIB = 36
 SAME_STEPS = 2  # of each, before the turns: the second loss is of weights that the first step has changed
 MOST_DIFFERENCE = 1e-6  # of two losses in fp32, as a part of one
+NUM_BATCHES = 10**6  # of the runs that these steps would be part of; a constant rate does not depend on it
+
+Reading = tuple[float, float]
+"""Seconds by the clock and of the processor, of this process."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +110,8 @@ def check(config: StepConfig) -> list[Problem]:
         found.append(Problem(f"image_size: {text}", ("image_size",)))
     if config.precision is not None and (text := precision_problem(config.precision)):
         found.append(Problem(f"precision: {config.precision} {text}", ("precision",)))
-    if _preset(config) == "full" and (free := _free_gib()) < FULL_GIB:
-        text = f"full needs {FULL_GIB} GiB for three contestants, beside their batches; {free:.1f} are free. Say preset=tiny."
+    if _preset(config) == "full" and (free_gib := _free_gib()) < FULL_GIB:
+        text = f"full needs {FULL_GIB} GiB for two contestants; {free_gib:.1f} are free. Say preset=tiny."
         found.append(Problem(f"preset: {text}", ("preset",)))
     return found
 
@@ -130,57 +146,248 @@ def run_of(config: StepConfig, *, ema: bool) -> RunConfig:
     )
 
 
-def measure(config: StepConfig, *, ema: bool) -> Figures:
-    """Let the contestants take turns. Raises Failed: their losses differ."""
-    run, figures = run_of(config, ema=ema), Figures()
+def clocks(device: torch.device) -> Reading:
+    """Wait for the device, and read both clocks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter(), time.process_time()
+
+
+def mean_of(first: Reading, last: Reading, num: int) -> Reading:
+    """Return the times between two readings, of one of `num` steps."""
+    return (last[0] - first[0]) / num, (last[1] - first[1]) / num
+
+
+# --- ours ---
+
+
+class Ends(Callback):
+    """The last callback: reads the clocks at the end of a turn's first batch and of its last one, and keeps all losses."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.readings: list[Reading] = []
+        self.losses: list[float] = []
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.readings, self.losses = [], []
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.losses.append(state.total_loss_dict["loss/train/total"])
+        if len(self.losses) == 1 or state.timestamp >= state.max_duration:
+            self.readings.append(clocks(self.device))
+
+
+class Ours:
+    """Our step: Trainer, optimizer, EMA and the callbacks of each run. Each turn continues where the one before has ended."""
+
+    def __init__(self, config: RunConfig, model: LatentDiffusion, device: Device, data: SyntheticBatches, folder: Path):
+        model.place(device._device, config.precision)
+        batch, average = config.global_batch_size, EMA(config.ema) if config.ema.enabled else None
+        losses, gradient_norm = Losses(folder, None, None), GradientNorm(config.optimizer.clip_norm)
+        throughput, keys = Throughput(config.measure, flops_per_image=None, peak=None), flat(config)
+        given = dict(throughput=throughput, gradient_norm=gradient_norm, losses=losses, samples=None)
+        record = RunRecord(folder / "run", ConfigFiles.of(keys, keys), {}, **given)
+        record.start(0)
+        checkpointer = Checkpointer(
+            folder / "checkpoints",
+            config.save,
+            model=model,
+            average=average,
+            identity={},
+            before_saving=losses.settle,
+            resume_from=None,
+        )
+        optimizer = build_optimizer(config.optimizer, model, batch)
+        self.ends = Ends(device._device)
+        self.trainer = Trainer(
+            model=model,
+            train_dataloader=DataSpec(data),
+            optimizers=optimizer,
+            schedulers=build_schedule(config.schedule, optimizer, global_batch_size=batch, num_batches=NUM_BATCHES),
+            step_schedulers_every_batch=True,
+            spin_dataloaders=False,
+            algorithms=[] if average is None else [average],
+            callbacks=[BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer, self.ends],
+            progress_bar=False,
+            device=device,
+            precision=composer_precision(device, config.precision),
+            device_train_microbatch_size=batch,
+            seed=config.seed,
+        )
+
+    def steps(self, num: int) -> list[float]:
+        """Take some steps; return the loss of each."""
+        self.trainer.fit(duration=f"{num}ba")
+        return self.ends.losses
+
+    def turn(self, num: int) -> Reading:
+        """Take `num` steps after a first one; return the mean time of one."""
+        self.steps(1 + num)
+        first, last = self.ends.readings
+        return mean_of(first, last, num)
+
+
+# --- a plain loop ---
+
+
+class PlainLoop:
+    """The step of diffusers' text-to-image example, as its documentation and its arguments' defaults describe it.
+
+    https://huggingface.co/docs/diffusers/training/text2image. Frozen networks in the compute precision, autocast around the
+    UNet alone, AdamW as torch has it, gradients clipped, a schedule of diffusers', the loss read in every step, EMAModel.
+    Without accelerate, which does no more than this in one process. Pixels are floats in [-1, 1] beforehand, as its
+    transforms make them.
+    """
+
+    def __init__(self, config: RunConfig, model: LatentDiffusion, device: torch.device, data: SyntheticBatches):
+        from diffusers import DDPMScheduler
+        from diffusers.optimization import get_scheduler
+        from diffusers.training_utils import EMAModel
+
+        model.place(device, config.precision)
+        self.device, self.autocast_dtype = device, AUTOCAST_DTYPES.get(config.precision or "fp32")
+        self.unet, self.vae, self.text_encoder = model.denoiser.train(), *map(model.frozen.get, ("vae", "text"))
+        batch = data.batch
+        self.moments = batch.get("moments")
+        self.pixels = normalize_images(batch["images"], "symmetric") if "images" in batch else None
+        self.input_ids = batch["tokens"]
+        self.noising = DDPMScheduler(**SCHEDULE, prediction_type=PREDICTIONS[model.objective.prediction])
+        given = config.optimizer
+        self.clip_norm = given.clip_norm
+        self.optimizer = torch.optim.AdamW(
+            self.unet.parameters(),
+            lr=given.learning_rate(config.global_batch_size),
+            betas=given.betas,
+            weight_decay=given.weight_decay,
+            eps=given.eps,
+        )
+        self.schedule = get_scheduler("constant", self.optimizer, num_training_steps=NUM_BATCHES)
+        self.average = EMAModel(self.unet.parameters(), decay=0.9999) if config.ema.enabled else None
+        self.generator = torch.Generator(device)
+
+    def loss(self) -> Tensor:
+        """Return the loss of a step, with noise and times of its own."""
+        latents = self._posterior().sample(self.generator) * self.vae.config.scaling_factor
+        noise = torch.randn(latents.shape, generator=self.generator, device=self.device, dtype=latents.dtype)
+        num_steps = self.noising.config.num_train_timesteps
+        times = torch.randint(0, num_steps, (len(latents),), generator=self.generator, device=self.device)
+        noisy = self.noising.add_noise(latents, noise, times)
+        states = self.text_encoder(self.input_ids)[0]
+        is_v = self.noising.config.prediction_type == PREDICTIONS["v"]
+        target = self.noising.get_velocity(latents, noise, times) if is_v else noise
+        with self._autocast():
+            prediction = self.unet(noisy, times, states, return_dict=False)[0]
+        return F.mse_loss(prediction.float(), target.float())
+
+    def _posterior(self) -> Any:
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+        if self.pixels is None:
+            return DiagonalGaussianDistribution(self.moments.to(self.vae.dtype))
+        return self.vae.encode(self.pixels.to(self.vae.dtype)).latent_dist
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
+
+    def step(self) -> float:
+        """Train on the batch once; return the loss."""
+        loss = self.loss()
+        value = loss.item()
+        loss.backward()
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.unet.parameters(), self.clip_norm)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.step(self.unet.parameters())
+        return value
+
+    def steps(self, num: int) -> list[float]:
+        return [self.step() for _ in range(num)]
+
+    def turn(self, num: int) -> Reading:
+        self.step()
+        first = clocks(self.device)
+        self.steps(num)
+        return mean_of(first, clocks(self.device), num)
+
+
+# --- the contest ---
+
+
+@contextlib.contextmanager
+def contestants(config: RunConfig, model: LatentDiffusion, device: Device) -> Iterator[tuple[Ours, PlainLoop]]:
+    """Build each contestant around a copy of the model, which has not been placed."""
+    columns = config.data.columns(model.family, config.size)
+    data = SyntheticBatches(columns, config.global_batch_size, device._device, config.seed)
+    with tempfile.TemporaryDirectory(prefix="step-") as folder:
+        ours = Ours(config, copy.deepcopy(model), device, data, Path(folder))
+        try:
+            yield ours, PlainLoop(config, copy.deepcopy(model), device._device, data)
+        finally:
+            ours.trainer.close()
+
+
+def largest_difference(ours: Ours, plain: PlainLoop, config: RunConfig, num: int) -> float:
+    """Take steps with the same random numbers; return the largest difference of two losses, as a part of one."""
+    theirs = []
+    for batch in range(num):
+        plain.generator.manual_seed(step_seed(config.seed, batch, 0))
+        theirs += plain.steps(1)
+    return max(abs(other - own) / abs(own) for own, other in zip(ours.steps(num), theirs, strict=True))
+
+
+def add_contest(config: StepConfig, figures: Figures, *, ema: bool) -> None:
+    """Let the contestants alternate. Raises Failed: their losses differ."""
+    run, name = run_of(config, ema=ema), "ema" if ema else "bare"
     assert run.precision is not None
     device = build_device(run.precision)
     torch.set_num_threads(config.threads)
-    name = "ema" if ema else "bare"
-    with contestants(run, build(run), device) as found:
-        difference = largest_difference(found, run, SAME_STEPS)
+    with contestants(run, build(run), device) as (ours, plain):
+        difference = largest_difference(ours, plain, run, SAME_STEPS)
         if run.precision == "fp32":
             if not difference <= MOST_DIFFERENCE:
-                said = f"losses differ by {difference:.2g} of their size, {MOST_DIFFERENCE:g} is allowed"
-                raise Failed(f"step: no record was written: with the same random numbers {said}.")
+                text = f"losses differ by {difference:.2g} of their size, {MOST_DIFFERENCE:g} is allowed"
+                raise Failed(f"step: no record was written: with the same random numbers {text}.")
             figures.flat[f"{name}_loss_difference"] = rounded(difference)
-        cpu_sec: dict[str, list[float]] = {each: [] for each in found}
+        cpu_sec: dict[str, list[float]] = {"ours": [], "plain": []}
 
-        def turn(each: str) -> float:
-            seconds, cpu = found[each].turn(config.steps)
-            cpu_sec[each].append(cpu)
+        def turn(who: str) -> float:
+            seconds, cpu = (ours if who == "ours" else plain).turn(config.steps)
+            cpu_sec[who].append(cpu)
             return seconds
 
-        seconds = take_turns({each: functools.partial(turn, each) for each in found}, config.rounds, warm_up=False)
-    for each in found:
-        figures.add(f"{name}_{each}_ms", [1e3 * value for value in seconds[each]])
-        figures.add(f"{name}_{each}_cpu_ms", [1e3 * value for value in cpu_sec[each]])
-        figures.add(f"{name}_{each}_images_per_sec", [config.batch_size / value for value in seconds[each]])
-        if each != "ours":
-            figures.ratio(f"{name}_speedup_vs_{each}", f"{name}_{each}_ms", f"{name}_ours_ms")
-            figures.ratio(f"{name}_cpu_speedup_vs_{each}", f"{name}_{each}_cpu_ms", f"{name}_ours_cpu_ms")
-    return figures
+        seconds = take_turns({who: functools.partial(turn, who) for who in cpu_sec}, config.rounds, warm_up=False)
+    for who in cpu_sec:
+        figures.add(f"{name}_{who}_ms", [1e3 * value for value in seconds[who]])
+        figures.add(f"{name}_{who}_cpu_ms", [1e3 * value for value in cpu_sec[who]])
+        figures.add(f"{name}_{who}_images_per_sec", [config.batch_size / value for value in seconds[who]])
+    for kind in ("", "cpu_"):
+        figures.ratio(f"{name}_{kind}speedup_vs_plain", f"{name}_plain_{kind}ms", f"{name}_ours_{kind}ms")
+
+
+def measure(config: StepConfig) -> dict[str, Any]:
+    """Measure both contests."""
+    figures = Figures()
+    with threads(config.threads):
+        for ema in (False, True):
+            add_contest(config, figures, ema=ema)
+            free()
+    run = run_of(config, ema=False)
+    what = {"precision": run.precision, "preset": _preset(config), "image_size": _size_px(config)}
+    return {**what, **figures.as_record()}
 
 
 @command(__doc__, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     config = read_keys(StepConfig, argv, check)
-    if config is None:
-        return 0
-    began = time.monotonic()
-    run, flat, by_round = run_of(config, ema=False), {}, {}
-    record: dict[str, Any] = {**head(SCHEMA), "measured": "step", "config": as_written(config)}
-    with threads(config.threads):
-        for ema in (False, True):
-            figures = measure(config, ema=ema)
-            flat |= figures.flat
-            by_round |= figures.by_round
-            free()
-    what: Mapping[str, Any] = {"precision": run.precision, "preset": _preset(config), "image_size": _size_px(config)}
-    record |= {**what, **ends(began), **flat, "by_round": by_round}
-    write_record(config.results, record)
-    print(text_of(record))
+    if config is not None:
+        keep("step", config, lambda: measure(config))
     return 0
 
 

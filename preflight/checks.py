@@ -1,8 +1,8 @@
 """The checks before a run, one list: `python -m prepare.doctor` prints all; each start, and --print_config, has some of them.
 
 A check yields findings: OK, warning (the run starts, but may not do what you want) or error (it would fail), and what to do.
-It changes nothing. Checks share a `Case`. Those of keys are in preflight/run.py and the sections, those of the machine in
-preflight/machine.py.
+It changes nothing. Checks share a `Case`. Those of keys are in preflight/run.py and the sections.
+Memory is in GiB (2**30 bytes).
 """
 
 from __future__ import annotations
@@ -10,26 +10,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import io
+import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from composer.utils import dist
+from packaging.requirements import Requirement
+from packaging.version import Version
 from streaming.base.util import bytes_to_int
 
 from cli.command_line import Problem
 from cli.errors import ConfigError
+from cli.memory import host_bytes
 from config import count
 from data import DataConfig
-from preflight import limits, machine
-from preflight.machine import ERROR, OK, WARNING, Finding, Findings
-from preflight.mlperf import closed_data_problems
+from preflight import limits
 from preflight.run import (
     MEMORY_KEYS,
+    OrderNeed,
     batch_gib,
+    closed_data_problems,
     cost_of,
     num_batches,
     order_need,
@@ -41,9 +47,9 @@ from preflight.run import (
     wanted_of_stage,
 )
 from record.checkpoint_files import FULL, WEIGHTS, fault, is_whole, listed
+from stages import batch_memory, shared_memory
 from stages.dataset import Stage
 from stages.mixture import StreamConfig, opened
-from stages.shard_table import ShardTable
 from stages.shared_memory import is_held
 from training import cost
 from training.device import missing_gpus
@@ -53,6 +59,24 @@ from training.run_config import RunConfig, needs_encoders, resolve
 from weights import hub
 from zoo import load_family
 from zoo.encoders import RANDOM, on_hub, own_weights
+
+OK, WARNING, ERROR = "OK", "warning", "error"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: `level` is OK, warning or error; `keys` of the configuration that it depends on.
+
+    An error of a start says where it is: a key, or the check's name.
+    """
+
+    level: str
+    text: str
+    keys: tuple[str, ...] = ()
+
+
+Findings = Iterator[Finding]
+"""Of one check: its errors and warnings; then the line that is printed if there are none."""
 
 STORE_SEC = 20.0
 CHECK_SEC = 120.0  # a hanging file system; the digest of a large checkpoint
@@ -114,6 +138,196 @@ class Case:
     def folder(self) -> Path:
         """The run's folder, or that of all runs if the run has no name."""
         return Path(self.config.run_folder, self.config.run_name or "")
+
+
+# --- versions and variables ---
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "torchvision", "mosaicml", "mosaicml-streaming", "diffusers", "transformers", "open_clip_torch")
+PACKAGES += ("omegaconf", "filelock")
+NEWER_HAS_RUN = ("torch", "torchvision")  # docs/versions.md: torch 2.11 on a CPU
+FIRST_PYTHON, LAST_PYTHON = (3, 11), (3, 13)
+
+
+def check_versions(*, wandb: bool) -> Findings:
+    """Compare Python and the packages that a run needs with the bounds of the set whose torch is installed.
+
+    Args:
+        wandb: the W&B logger is used.
+    """
+    python = ".".join(map(str, sys.version_info[:3]))
+    if not FIRST_PYTHON <= sys.version_info[:2] <= LAST_PYTHON:
+        first, last = (".".join(map(str, version)) for version in (FIRST_PYTHON, LAST_PYTHON))
+        yield Finding(ERROR, f"Python {python}. Possible: {first} to {last}. Use one of them.")
+    lock, bounds, newest = "requirements.lock", _bounds("requirements.txt"), _bounds("requirements/newest.txt")
+    if any(Version(_installed("torch") or "0") >= Version(pin.version) for pin in newest["torch"][0].specifier):
+        lock, bounds = "requirements/newest.lock", bounds | newest
+    here, install = [], f"Install what was tested: pip install --no-deps -r {lock}"
+    for name in (*PACKAGES, *(["wandb"] if wandb else [])):
+        if (version := _installed(name)) is None:
+            yield Finding(ERROR, f"{name} is not installed. {install}")
+            continue
+        here.append(f"{name} {version}")
+        bound, reason = bounds[name]
+        if not bound.specifier.contains(version, prereleases=True):
+            given = f"{name} {version} is not {name}{bound.specifier}" + (f": {reason}" if reason else "")
+            is_newer = name in NEWER_HAS_RUN and all(Version(version) > Version(pin.version) for pin in bound.specifier)
+            yield Finding(WARNING if is_newer else ERROR, f"{given}. {install}")
+    yield Finding(OK, f"Python {python}, {', '.join(here)}: as {lock} needs them")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _bounds(file: str) -> dict[str, tuple[Requirement, str]]:
+    """Read a requirements file of this checkout: package -> its bounds, and the reason."""
+    lines = (line.partition("#") for line in (ROOT / file).read_text().splitlines())
+    read = [(Requirement(text.strip()), reason.strip()) for text, _, reason in lines if text.strip()]
+    return {wanted.name: (wanted, reason) for wanted, reason in read}
+
+
+CHANGES = {  # name -> its effect on a run if it is not 0
+    "NVIDIA_TF32_OVERRIDE": "decides about TF32, whatever `precision` says",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "turns TF32 on, whatever `precision` says",
+    "CUDA_LAUNCH_BLOCKING": "makes every kernel wait: for debugging, not for measuring speed",
+    "NCCL_P2P_DISABLE": "keeps a machine's GPUs from communicating directly: slow",
+    "NCCL_SHM_DISABLE": "keeps ranks from sharing memory: slow",
+    "NCCL_IB_DISABLE": "keeps machines from using InfiniBand: slow",
+    "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective: slow",
+}
+
+
+def check_variables() -> Findings:
+    """Report environment variables that affect a run."""
+    for name, what in CHANGES.items():
+        if os.environ.get(name, "0") not in ("", "0"):
+            text = f"{name}={os.environ[name]} {what}. Take it out of the environment, unless that is meant."
+            yield Finding(WARNING, text)
+    yield Finding(OK, "none of those that change a run's numbers or speed")
+
+
+# --- devices ---
+
+BUSY_GPU_FRACTION = 0.05
+
+
+def check_devices(ranks_here: int) -> Findings:
+    """Check that each rank of this machine has a GPU that computes and is free; without GPUs, that cores are enough."""
+    if not torch.cuda.is_available():
+        yield from _check_cores(ranks_here)
+        return
+    num = torch.cuda.device_count()
+    gpus = [torch.cuda.get_device_properties(index) for index in range(num)]
+    named = ", ".join(f"{gpu.name} with {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus)
+    if ranks_here < num:
+        yield Finding(
+            WARNING,
+            f"{num} GPUs and {count(ranks_here, 'rank')}: the others stand idle. composer -n {num} takes all; what that "
+            f"needs: WORLD_SIZE={num} LOCAL_WORLD_SIZE={num} python -m prepare.doctor ...",
+        )
+    for index in range(min(ranks_here, num)):
+        try:
+            torch.ones(1, device=f"cuda:{index}").add_(1).item()
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError as error:
+            text = f"GPU {index} cannot be used: {str(error).splitlines()[0]}. torch {torch.__version__} has code for "
+            yield Finding(ERROR, f"{text}{', '.join(torch.cuda.get_arch_list())}. Check nvidia-smi.")
+            continue
+        if total - free - torch.cuda.memory_reserved(index) > max(BUSY_GPU_FRACTION * total, 2**30):
+            used = f"{(total - free) / 2**30:.0f} of {total / 2**30:.0f} GiB in use"
+            yield Finding(WARNING, f"GPU {index} has {used}. Another run? nvidia-smi")
+    yield Finding(OK, f"{named}; CUDA {torch.version.cuda}, {count(ranks_here, 'rank')} here")
+
+
+def _check_cores(ranks_here: int) -> Findings:
+    """Check a machine whose GPUs, if there are any, torch does not see."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if any(Path("/dev").glob("nvidia[0-9]*")) and hidden != "":
+        try:
+            torch.cuda.init()
+            reason = "no device"
+        except (RuntimeError, AssertionError) as error:  # of a driver that is too old; of a build for a CPU
+            reason = str(error).splitlines()[0].rstrip(".")
+        given = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden})"
+        text = f"there are NVIDIA GPUs, but torch {torch.__version__} cannot use them: {reason}{given}"
+        yield Finding(ERROR, f"{text}. Install a driver for its CUDA, or say CUDA_VISIBLE_DEVICES= for none.")
+    if text := missing_gpus():
+        yield Finding(ERROR, text.removeprefix("devices: "))
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    text = f"no GPU: a CPU with {count(cores, 'core')}, {count(threads, 'thread')} a rank, {count(ranks_here, 'rank')} here"
+    if ranks_here > cores or (ranks_here > 1 and "OMP_NUM_THREADS" in os.environ and threads * ranks_here > cores):
+        yield Finding(WARNING, f"{text}: they wait for one another. Fewer ranks, or OMP_NUM_THREADS=1.")
+    yield Finding(OK, text)
+
+
+# --- memory of the machine ---
+
+WORKER_GIB = 0.3  # private memory of a loader worker of SD2: 230 MiB at 64 px and 8 images, 287 at 512 px and 32 (seen)
+ORDER = "an epoch's order"  # a kind of memory
+FEWER_SAMPLES = "read fewer samples in an epoch: data.streams=[{remote: ..., choose: N}]"
+
+
+def compare_host_memory(gib_by_kind: Mapping[str, float]) -> Findings:
+    """Compare the estimated host memory of this machine's processes with what is available.
+
+    Args:
+        gib_by_kind: purpose -> GiB, over all ranks of this machine.
+    """
+    total, free = (num / 2**30 for num in host_bytes())
+    need = sum(gib_by_kind.values())
+    parts = ", ".join(f"{kind} {gib:.1f}" for kind, gib in gib_by_kind.items() if gib >= 0.05)
+    given = f"about {need:.1f} GiB beside the step" + (f" ({parts})" if parts else "")
+    given += f"; this machine has {total:.1f}, {free:.1f} of it free now"
+    if need > total:
+        way = FEWER_SAMPLES if gib_by_kind.get(ORDER, 0.0) > need / 2 else "fewer ranks here"
+        yield Finding(ERROR, f"{given}. Lower data.workers, or {way}.")
+    elif need > free:
+        yield Finding(WARNING, f"{given}. End what takes it, or lower data.workers.")
+    yield Finding(OK, given)
+
+
+def batches_on_their_way(workers: int) -> int:
+    """Return the number of one rank's batches in shared memory at once: what each worker keeps, and two in use."""
+    return batch_memory.KEPT * workers + 2 if workers else 0
+
+
+def compare_shared_memory(batch_gib: float, num_batches: int, order: OrderNeed | None = None) -> Findings:
+    """Check the size of /dev/shm, where workers pass batches on, and an epoch's order lies at its start; Docker: 64 MB.
+
+    Args:
+        batch_gib: size of one rank's batch.
+        num_batches: over all ranks of this machine, see `batches_on_their_way`.
+        order: what the order of an epoch takes.
+    """
+    folder, keys = shared_memory.SEGMENTS, ("data.workers",)
+    if not os.access(folder, os.W_OK):
+        text = (
+            f"/dev/shm: {folder} is missing or cannot be written: workers and streaming need it. Mount a tmpfs there."
+        )
+        yield Finding(ERROR, text, keys)
+        return
+    room = os.statvfs(folder)
+    size, free = room.f_blocks * room.f_frsize / 2**30, room.f_bavail * room.f_frsize / 2**30
+    of_batches, of_order = batch_gib * num_batches, order.shared_gib if order else 0.0
+    need = of_batches + of_order
+    if need > free:  # the run removes what dead ones have left
+        dead = [path for paths in shared_memory.dead_segments().values() for path in paths if path.exists()]
+        free += sum(path.stat().st_size for path in dead) / 2**30
+    parts = [f"{num_batches} batches of {batch_gib:.3g} GiB"] if num_batches else []
+    parts += [f"the order of {order.samples:,} samples ({of_order:.3g} GiB)"] if order and of_order > need / 100 else []
+    given = f"{' and '.join(parts) or 'no batches'}: {need:.3g} GiB there; {size:.3g} GiB, {free:.3g} free"
+    way = "lower data.workers" if of_batches >= of_order else FEWER_SAMPLES
+    more = f"Enlarge it (docker run --shm-size=16g or --ipc=host, mount -o remount,size=16g /dev/shm), or {way}"
+    if need > free:
+        ends = "A worker would die of a bus error" if of_batches >= of_order else "The run would end at its first batch"
+        yield Finding(ERROR, f"/dev/shm: {given}. {ends}. {more}.", keys)
+    elif need > 0.5 * free:
+        yield Finding(WARNING, f"{given}: little more than that. {more}.")
+    yield Finding(OK, given)
 
 
 # --- the data ---
@@ -190,18 +404,18 @@ def check_host_memory(case: Case) -> Findings:
         yield NOT_CHECKED
         return
     need = {
-        count(ranks * case.workers, "worker"): ranks * case.workers * machine.WORKER_GIB,
-        "batches": ranks * machine.batches_on_their_way(case.workers) * batch_gib(run),
+        count(ranks * case.workers, "worker"): ranks * case.workers * WORKER_GIB,
+        "batches": ranks * batches_on_their_way(case.workers) * batch_gib(run),
     }
     if case.reads_stages and (order := order_need(run.data)) is not None:
-        need[machine.ORDER] = order.gib
+        need[ORDER] = order.gib
     if run.save.is_on and run.sharding == "off":
         need["copy of the state for checkpoints"] = case.cost.checkpoint_gib(ema=run.ema.enabled)
     if torch.cuda.is_available():
         of_ema = case.cost.trained_parameters if run.ema.enabled and run.ema.device == "cpu" else 0
         built = case.cost.trained_parameters + case.cost.frozen_parameters + of_ema
         need["models as they are built, float32"] = ranks * built * 4 / 2**30
-    yield from machine.check_host_memory(need)
+    yield from compare_host_memory(need)
 
 
 def check_shared_memory(case: Case) -> Findings:
@@ -210,9 +424,9 @@ def check_shared_memory(case: Case) -> Findings:
         yield Finding(OK, "not used: data.synthetic=true")
         return
     try:
-        num = dist.get_local_world_size() * machine.batches_on_their_way(case.workers)
+        num = dist.get_local_world_size() * batches_on_their_way(case.workers)
         order = order_need(case.config.data) if case.reads_stages else None
-        yield from machine.check_shared_memory(batch_gib(case.config), num, order)
+        yield from compare_shared_memory(batch_gib(case.config), num, order)
     except ValueError:  # there is no such network, or no such stage: one of the keys' problems
         yield NOT_CHECKED
 
@@ -229,10 +443,8 @@ def check_schedule(case: Case) -> Findings:
     images, warmup = num * run.global_batch_size, run.schedule.num_warmup_batches(run.global_batch_size)
     length = f"{num:,} batches, {images:,} images"
     if warmup > num:
-        text = (
-            f"schedule: the warm-up of {warmup:,} batches is longer than the run ({length}): the learning rate never "
-        )
-        text += "reaches its value. Lower schedule.warmup_batches, or raise max_duration."
+        text = f"schedule: the warm-up of {warmup:,} batches is longer than the run ({length}): the learning rate never"
+        text += " reaches its value. Lower schedule.warmup_batches, or raise max_duration."
         yield Finding(WARNING if run.data.synthetic else ERROR, text)
     if (few := run.measure.warmup_batches) >= num:
         yield Finding(WARNING, f"measure.warmup_batches: {few} of {num:,} batches: no speed is measured. Lower it.")
@@ -248,6 +460,10 @@ def check_schedule(case: Case) -> Findings:
     yield Finding(OK, f"{length}{epochs}; warm-up {warmup:,} batches")
 
 
+Need = tuple[str, str, Path, float]
+"""Data that a run will write: its name, a way to need less, its folder, GiB."""
+
+
 def check_disk(case: Case) -> Findings:
     """Compare checkpoints and snapshots of the whole run, and the shards that are fetched, with the space on their disks."""
     needs, run = _needs_of_cache(case.config.data, case.opened), case.resolved
@@ -256,64 +472,46 @@ def check_disk(case: Case) -> Findings:
         return
     snapshot_every, kinds = run.save.snapshot_every_images or 0, []
     if run.save.is_on:
-        kinds.append((FULL, "full checkpoint", run.save.keep + 1, case.cost.checkpoint_gib(ema=run.ema.enabled)))
+        kinds.append(("full checkpoint", run.save.keep + 1, case.cost.checkpoint_gib(ema=run.ema.enabled)))
     if snapshot_every > 0:
         num = (case.num_batches or 0) * run.global_batch_size // snapshot_every
-        kinds.append((WEIGHTS, "snapshot", num, case.cost.snapshot_gib(ema=run.ema.enabled)))
+        kinds.append(("snapshot", num, case.cost.snapshot_gib(ema=run.ema.enabled)))
     if kinds and not any(problem.keys[0].startswith("save.") for problem in case.problems if problem.keys):
-        what = " and ".join(f"{count(num, name)} of {gib:.3g} GiB" for _, name, num, gib in kinds if num)
+        what = " and ".join(f"{count(num, name)} of {gib:.3g} GiB" for name, num, gib in kinds if num)
         held = sum(limits.held_gib(case.folder, kind) for kind in (FULL, WEIGHTS))
         ways = "Lower save.keep, raise save.snapshot_every_images (0: none), give another run_folder, or "
-        gib = max(0.0, sum(num * each for *_, num, each in kinds) - held)
-        needs.append(_Need(what, f"{ways}save.every_images=0 for none", case.folder, gib))
+        gib = max(0.0, sum(num * each for _, num, each in kinds) - held)
+        needs.append((what, f"{ways}save.every_images=0 for none", case.folder, gib))
     yield from _check_room(needs)
 
 
-def _held_bytes(local: str, shards: ShardTable) -> int:
-    """Return the bytes of a stage's shards that lie in a folder."""
-    total = 0
-    for name in shards.names:
-        with contextlib.suppress(OSError):
-            total += Path(local, name).stat().st_size
-    return total
-
-
-@dataclass(frozen=True)
-class _Need:
-    """Data that a run will write to a folder, with its name and a way to need less space."""
-
-    what: str
-    way_out: str
-    folder: Path
-    gib: float
-
-
-def _needs_of_cache(config: DataConfig, opened: Sequence[tuple[StreamConfig, Stage]]) -> list[_Need]:
+def _needs_of_cache(config: DataConfig, opened: Sequence[tuple[StreamConfig, Stage]]) -> list[Need]:
     """Return the expected growth of each `data.local`: the whole stage, minus what is already there; in all, the limit."""
     needs, room = [], float("inf") if config.cache_limit is None else bytes_to_int(config.cache_limit)
     for source, stage in opened:
         if source.remote and source.local:
-            size = int(stage.shards.raw_bytes.sum())
-            gib = max(0, min(size, room) - _held_bytes(source.local, stage.shards)) / 2**30
+            size, paths = int(stage.shards.raw_bytes.sum()), (Path(source.local, name) for name in stage.shards.names)
+            held = sum(path.stat().st_size for path in paths if path.is_file())
+            gib = max(0, min(size, room) - held) / 2**30
             room = max(0, room - size)
             way_out = "Give data.cache_limit, or another data.local"
-            needs.append(_Need(f"shards of {gib:.3g} GiB in data.local", way_out, Path(source.local), gib))
+            needs.append((f"shards of {gib:.3g} GiB in data.local", way_out, Path(source.local), gib))
     return needs
 
 
-def _check_room(needs: Iterable[_Need]) -> Findings:
+def _check_room(needs: Sequence[Need]) -> Findings:
     """Compare what a run will write with the free space on each disk; folders that cannot be written have their own check."""
-    by_disk: dict[int, list[_Need]] = {}
+    by_disk: dict[int, list[Need]] = {}
     for need in needs:
-        if need.gib > 0.0 and not limits.unwritable(need.folder):
-            by_disk.setdefault(limits.existing(need.folder).stat().st_dev, []).append(need)
+        if need[-1] > 0.0 and not limits.unwritable(need[2]):
+            by_disk.setdefault(limits.existing(need[2]).stat().st_dev, []).append(need)
     for wanted in by_disk.values():
-        where, gib = limits.existing(wanted[0].folder), sum(need.gib for need in wanted)
+        names, ways, [folder, *_], gibs = zip(*wanted, strict=True)
+        where, gib = limits.existing(folder), sum(gibs)
         free = shutil.disk_usage(where).free / 2**30
-        text = f"{' and '.join(need.what for need in wanted)}: {gib:.3g} GiB more; {where} has {free:.3g} free"
-        ways = "; ".join(dict.fromkeys(need.way_out for need in wanted))
+        text = f"{' and '.join(names)}: {gib:.3g} GiB more; {where} has {free:.3g} free"
         if gib > free:
-            yield Finding(ERROR, f"disk: {text}. Make room. {ways}.", ROOM_KEYS)
+            yield Finding(ERROR, f"disk: {text}. Make room. {'; '.join(dict.fromkeys(ways))}.", ROOM_KEYS)
         elif gib > 0.9 * free:
             yield Finding(WARNING, f"{text}: little more than that.")
         else:
@@ -374,10 +572,9 @@ class Check:
 
 CHECKS = {  # group -> its checks, in the order in which they run: later ones use results of earlier ones
     "machine": [
-        Check("versions", lambda case: machine.check_versions(wandb=case.config.loggers.wandb is not None)),
-        Check("variables", lambda _: machine.check_variables()),
-        Check("devices", lambda _: machine.check_devices(dist.get_local_world_size())),
-        Check("port", lambda _: machine.check_port(dist.get_world_size()), limit_sec=STORE_SEC),
+        Check("versions", lambda case: check_versions(wandb=case.config.loggers.wandb is not None)),
+        Check("variables", lambda _: check_variables()),
+        Check("devices", lambda _: check_devices(dist.get_local_world_size())),
     ],
     "data": [
         Check("store", check_store, limit_sec=STORE_SEC),

@@ -11,25 +11,25 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from composer.utils import dist
 
 from cli.limits import read_duration
 from config import count, flat, to_yaml
-from preflight import cards
+from model import AUTOCAST_DTYPES
 from preflight.run import cost_of, planned_microbatch, ranks_on_device
-from training.cost import has_average_on_device, room_of_a_rank
+from training.cost import CUDA_AUTOCAST_FACTOR, USABLE_FRACTION, Cost, has_average_on_device, room_of_a_rank
 from training.optimizer import total_batches
 from training.run_config import RunConfig, resolve
 from zoo import load_family, mlperf
 from zoo.mlperf_rules import Benchmark, ReferencePoint
 from zoo.model_config import model_problems
 
-if TYPE_CHECKING:
-    from preflight.scaling_devices import Step
-    from training.cost import Cost
-
+CARDS_GIB = (80, 139)  # H100 and A100; H200
+MOST_GPUS = 64
+GPUS_A_MACHINE = 8
 RATE_KEY, RECORD_KEY = "measure.expected_images_per_sec", "measure.expected_record"
 
 
@@ -77,17 +77,21 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
         room: the device's memory, see `training.cost.room_of_a_rank`.
         ema_on_device: the EMA weights are on the device too.
     """
-    microbatch = values["device_train_microbatch_size"]
+    microbatch, host_gib = values["device_train_microbatch_size"], cost.frozen_host_gib
+    encoders = "the encoders run on the CPU" if host_gib else "encoders forward"
+    on_host = (
+        [f"memory of the machine: {_short(host_gib)} GiB for the frozen encoders of each rank"] if host_gib else []
+    )
     lines = [
         "--- what this run will take, by estimate: nothing here was measured ---",
         f"parameters: {cost.trained_parameters:,} trained, {cost.frozen_parameters:,} frozen",
         f"compute: {_short(cost.flops_per_image / 1e12)} TFLOP an image and training step (denoiser forward and backward, "
-        f"{_encoders(cost)})",
+        f"{encoders})",
         _batch(values["global_batch_size"], num_ranks, microbatch),
         f"memory of one device at {count(microbatch, 'image')} a pass in {values['precision']}, GiB:",
         *_memory(cost, microbatch, room, ema=ema_on_device),
-        *_on_host(cost),
-        *cards.lines(cost, values),
+        *on_host,
+        *smallest_numbers(cost, values),
         f"full checkpoint: {_short(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
         *_duration(values, speed := _speed(values, num_ranks, cost)),
         *_target(values, speed.rate),
@@ -108,13 +112,60 @@ def _memory(cost: Cost, microbatch: int, room: str, *, ema: bool) -> list[str]:
     return [*rows, f"  {_short(sum(kinds.values())):>8}  sum; {room}"]
 
 
-def _encoders(cost: Cost) -> str:
-    return "the encoders run on the CPU" if cost.frozen_host_gib else "encoders forward"
+# --- on how many GPUs it fits: by one image a pass, since a batch of any size can be made of such passes ---
 
 
-def _on_host(cost: Cost) -> list[str]:
-    gib = cost.frozen_host_gib
-    return [f"memory of the machine: {_short(gib)} GiB for the frozen encoders of each rank"] if gib else []
+def on_gpus(cost: Cost, values: Mapping[str, Any]) -> Cost:
+    """Return the cost of a run's step on a GPU; traced without one, it is that on a CPU.
+
+    Args:
+        values: key -> value of the resolved run: precision, compile, model.frozen_device.
+    """
+    if torch.cuda.is_available():
+        return cost
+    is_autocast = values["precision"] in AUTOCAST_DTYPES and values["compile"] == "off"
+    each = cost.activation_gib_per_image * (CUDA_AUTOCAST_FACTOR if is_autocast else 1.0)
+    is_apart = values["model.frozen_device"] == "cpu"
+    return dataclasses.replace(cost, activation_gib_per_image=each, frozen_gib=0.0 if is_apart else cost.frozen_gib)
+
+
+def over(cost: Cost, num: int, sharding: str) -> Cost:
+    """Return the cost on this number of GPUs; one alone has nobody to share with."""
+    how = sharding if num > 1 and cost.can_be_shared else "off"
+    return dataclasses.replace(cost, num_ranks=num, ranks_a_machine=min(num, GPUS_A_MACHINE), sharding=how)
+
+
+def is_possible(cost: Cost, num: int, sharding: str) -> bool:
+    """False where more ranks would share a copy of the weights than the denoiser has blocks."""
+    return over(cost, num, sharding).parts <= max(1, cost.num_blocks)
+
+
+def images_a_pass(cost: Cost, card_gib: float, *, ema: bool) -> int:
+    """Return how many images a pass fit on a card, 0: not one."""
+    room = USABLE_FRACTION * card_gib - cost.memory_gib(0, ema=ema)
+    return max(0, int(room / cost.activation_gib_per_image))
+
+
+def fewest(cost: Cost, card_gib: float, sharding: str, *, ema: bool) -> int | None:
+    """Return the smallest number of cards that a run fits on with one image a pass; None: more than 64 or none."""
+    numbers = (num for num in range(1, MOST_GPUS + 1) if is_possible(cost, num, sharding))
+    return next((num for num in numbers if images_a_pass(over(cost, num, sharding), card_gib, ema=ema)), None)
+
+
+def smallest_numbers(cost: Cost, values: Mapping[str, Any]) -> list[str]:
+    """Return the smallest number of cards for the run's sharding, and for `full`.
+
+    Args:
+        values: key -> value of the resolved run.
+    """
+    ema = bool(values["ema.enabled"] and values["ema.device"] == "model")
+    given, cost = values.get("sharding", "off"), on_gpus(cost, values)
+    lines = []
+    for sharding in dict.fromkeys([given, "full" if given == "off" and cost.can_be_shared else given]):
+        nums = {gib: fewest(cost, gib, sharding, ema=ema) for gib in CARDS_GIB}
+        texts = [f"of {gib} GiB {'none is enough' if num is None else num}" for gib, num in nums.items()]
+        lines.append(f"smallest number of cards with sharding={sharding}: {', '.join(texts)}")
+    return lines
 
 
 # --- how long ---
@@ -159,7 +210,9 @@ def _speed(values: Mapping[str, Any], num_ranks: int, cost: Cost) -> _Speed:
     source, batch = f"{RECORD_KEY}={place}", values["global_batch_size"]
     try:
         if card := scaling_devices.CARDS.get(place):
-            told = _step(values, cost).published(scaling_devices.committed_law(), card).predict(num_ranks, batch)
+            keys = {**values, "family": values["model.family"]}
+            step = scaling_devices.step_of(keys, cost.flops_per_image / 1e12, cost.trained_parameters)
+            told = step.published(scaling_devices.committed_law(), card).predict(num_ranks, batch)
             source += ", its published speed"
         else:
             told = scaling_devices.expected(place, num_ranks, batch)
@@ -169,20 +222,6 @@ def _speed(values: Mapping[str, Any], num_ranks: int, cost: Cost) -> _Speed:
     how = f"reckoned for {count(num_ranks, 'rank')} from {source}, see docs/scaling.md"
     line = f"time: of training alone, at {_short(told.value)} images/s {ends}, {how}"
     return _Speed(told.value, line, (told.low, told.high))
-
-
-def _step(values: Mapping[str, Any], cost: Cost) -> Step:
-    """Return the step of a planned run."""
-    from preflight.scaling_devices import Step, exchange_of
-    from preflight.scaling_law import fixed_of
-
-    return Step(
-        fixed_of(values["model.family"], bool(values.get("cuda_graphs"))),
-        cost.flops_per_image / 1e12,
-        cost.trained_parameters,
-        values["device_train_microbatch_size"],
-        exchange_of(values["precision"] or "bf16", values.get("sharding", "off")),
-    )
 
 
 def _duration(values: Mapping[str, Any], speed: _Speed) -> list[str]:

@@ -38,8 +38,7 @@ from preflight.limits import unwritable
 from preflight.run import cost_of
 from preflight.scaling_devices import CARDS, Measured, Predictor
 from preflight.scaling_fit import NAMES, Held, Interval, Law, fit, held_out, jacobian
-from preflight.scaling_law import PARAMETERS, REFERENCE_TFLOP, SHARES
-from preflight.scaling_rows import SETUPS, TITLES, fitted, read_rows
+from preflight.scaling_law import PARAMETERS, REFERENCE_TFLOP, SETUPS, SHARES, TITLES, fitted, read_rows
 from preflight.scaling_run import Facts, ScalingConfig
 from preflight.scaling_target import target_of
 from record.environment import environment

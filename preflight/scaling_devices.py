@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +20,7 @@ from scipy.optimize import brentq
 from cli.limits import given_as, shown
 from model import AUTOCAST_DTYPES, weights_dtype
 from preflight.scaling_fit import Array, Interval, Law, jacobian, law_of
-from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, Points, Setup, fixed_of, log_speed, points_of
-from preflight.scaling_rows import SETUPS
+from preflight.scaling_law import CLUSTER_LINKS, NODE_LINKS, SETUPS, Points, Setup, fixed_of, log_speed, points_of
 from reports.compare_records import ALIKE_FRAC, NOT_RECORDED, RUN, SPEED, WORK, Record, read
 from reports.verdicts import Sample
 
@@ -168,6 +168,14 @@ class Step:
         return Predictor(with_rate, rate, self.over(links or card.links), self.exchange)
 
 
+def step_of(of: Mapping[str, Any], tflop: float, parameters: int) -> Step:
+    """Return the step of a run by its keys: family, cuda_graphs, device_train_microbatch_size, precision, sharding."""
+    microbatch = of.get(MICROBATCH)
+    exchange = exchange_of(str(of.get("precision") or "bf16"), str(of.get("sharding") or "off"))
+    fixed = fixed_of(str(of.get("family")), bool(of.get("cuda_graphs")))
+    return Step(fixed, tflop, parameters, microbatch if isinstance(microbatch, int) else None, exchange)
+
+
 @dataclass(frozen=True)
 class Measured:
     """A record: a run on `num` devices. speed: images/s of a device."""
@@ -211,9 +219,7 @@ def read_measured(place: str) -> Measured:
             raise ValueError(
                 f"{where}: its {key} is {given_as(value)}. Possible: a number above 0. Give another record."
             )
-    fixed = fixed_of(str(what.get("family")), bool(settings.get("cuda_graphs")))
-    exchange = exchange_of(str(settings.get("precision")), str(settings.get("sharding") or "off"))
-    step = Step(fixed, what[WORK], what["trained_parameters"], microbatch, exchange)
+    step = step_of({**settings, "family": what.get("family")}, what[WORK], what["trained_parameters"])
     batch, device = round(what["device_batch_size"] * num), str(record.machine.get("device"))
     return Measured(record.name, device, num, batch, record.figures[SPEED], step, record)
 

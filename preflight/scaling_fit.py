@@ -24,15 +24,16 @@ from scipy.optimize import least_squares
 from preflight.scaling_law import (
     NAMES,
     PARAMETERS,
+    SETUPS,
     Array,
     Points,
+    Row,
     doublings_of,
     log_speed,
     points_of,
     to_theta,
     to_values,
 )
-from preflight.scaling_rows import SETUPS, Row
 
 COVERED = 0.9
 LARGE = 256

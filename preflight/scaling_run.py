@@ -27,9 +27,9 @@ import numpy as np
 
 from cli.limits import limited, shown
 from preflight.plan import images_of
-from preflight.scaling_devices import MICROBATCH, RESULTS, SETTINGS, Measured, Predictor, Step, exchange_of
+from preflight.scaling_devices import MICROBATCH, RESULTS, SETTINGS, Measured, Predictor, Step, step_of
 from preflight.scaling_fit import Interval, jacobian
-from preflight.scaling_law import REFERENCE_TFLOP, doublings_of, fixed_of
+from preflight.scaling_law import REFERENCE_TFLOP, doublings_of
 from reports.compare_records import NOT_RECORDED
 from zoo import load_family
 
@@ -122,14 +122,8 @@ def facts_of(config: Any, cost: Any, name: str, images: int | None) -> Facts:
     if images is None:
         given = f"{config.max_duration}; how many images that is cannot be known before the data is read"
         raise ValueError(f"max_duration: {given}. Possible: batches or samples. Give images=NUMBER, or 850000ba.")
-    microbatch = config.device_train_microbatch_size
-    step = Step(
-        fixed_of(config.model.family, config.cuda_graphs),
-        cost.flops_per_image / 1e12,
-        cost.trained_parameters,
-        microbatch if isinstance(microbatch, int) else None,
-        exchange_of(config.precision, config.sharding),
-    )
+    keys = {key: getattr(config, key) for key in (MICROBATCH, *SETTINGS)} | {"family": config.model.family}
+    step = step_of(keys, cost.flops_per_image / 1e12, cost.trained_parameters)
     every = config.eval.every_images if config.eval.when == "in_training" else None
     return Facts(
         name,

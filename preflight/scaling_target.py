@@ -19,7 +19,7 @@ from scipy.optimize import least_squares
 
 from preflight.scaling_devices import Predictor
 from preflight.scaling_fit import COVERED, Array, Interval
-from preflight.scaling_rows import TITLES, Row
+from preflight.scaling_law import TITLES, Row
 from zoo.mlperf_flux import FLUX
 from zoo.mlperf_rules import Benchmark
 

@@ -23,8 +23,7 @@ from cli.command import command, start
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load
-from preflight.checks import CHECKS, Case, Check, findings_of
-from preflight.machine import ERROR, OK, WARNING, Finding
+from preflight.checks import CHECKS, ERROR, OK, WARNING, Case, Check, Finding, findings_of
 from training.run_config import ALIASES, RunConfig
 
 

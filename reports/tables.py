@@ -85,7 +85,7 @@ def table_of_scale(record: Record) -> Table:
     title = f"{config['samples_a_shard']:,} samples a shard; {of_ranks}; rounds: {config['rounds']}; {load}:"
     head = ("samples", *(f"{size['samples']:,}" for size in sizes))
     head += (f"{FURTHER:,}, by arithmetic",) if _goes_on(sizes) else ()
-    head += ("the other checkout", "its times of this one's") if config["other"] else ()
+    head += ("the other checkout", "its times of this one's") if config.get("other") else ()
     rows = [row for name, *how in ROWS_OF_SCALE if (row := _row_of_scale(record, name, *how))]
     return Table(title, head, "l" + "r" * (len(head) - 1), rows)
 
@@ -104,7 +104,7 @@ def _row_of_scale(record: Record, name: str, key: str, unit: float, digits: str)
         (n1, n2), (y1, y2) = ([size["samples"] for size in sizes[-2:]], values[-2:])
         further = y2 + (y2 - y1) / (n2 - n1) * (FURTHER - n2)
         cells.append("-" if key in OF_NO_LINE else format(further, digits))
-    if record["config"]["other"]:
+    if record["config"].get("other"):
         other = sizes[-1].get(f"other_{key}")
         cells.append("-" if other is None else format(unit * other, digits))
         cells.append("-" if other is None or not values[-1] else f"{unit * other / values[-1]:.2f}")

@@ -142,7 +142,6 @@ PART_1 = {
         "moments",
     ),
     *(
-        "micro",
         "miniature",
         "miniature_speed",
         "mixture",
@@ -155,7 +154,7 @@ PART_1 = {
     ),
     *("prepare", "prepare_parts", "profile", "resume", "run_folder", "scale", "shared_memory", "sources", "starts"),
     *("stops", "stream", "tables", "unfinished", "validation", "yamls"),
-    *("batch_memory", "bench_images", "families", "flux_encodings", "sharding", "lora_runs"),
+    *("batch_memory", "families", "flux_encodings", "sharding", "lora_runs"),
     *("video_stage", "video_latents", "video_run"),
 }
 """Tests that stream, whose shared memory is the machine's, are all in one half."""

@@ -1,4 +1,4 @@
-"""training/cost.py and preflight/cards.py: memory by kind against counted bytes, divided over ranks; what fits on cards."""
+"""training/cost.py and preflight/plan.py: memory by kind against counted bytes, divided over ranks; what fits on plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmark
 from model import AUTOCAST_DTYPES
-from preflight import cards
+from preflight import plan
 from training import adamw, cost
 from training.cost import BUCKETS, EMA, STATES, UPDATE, Cost, measure_cost
 from zoo.model_config import ModelConfig
@@ -139,8 +139,8 @@ def test_activations_are_the_peak_of_a_real_step_also_where_blocks_are_computed_
     ("sharding", "num", "parts"), [("off", 16, 1), ("full", 16, 16), ("hybrid", 16, 8), ("full", 1, 1)]
 )
 def test_sharding_divides_what_is_kept_for_each_parameter_and_gathers_blocks(sharding, num, parts):
-    whole = cards.over(LARGE, 1, sharding).memory_by_kind(2, ema=True)
-    kinds = cards.over(LARGE, num, sharding).memory_by_kind(2, ema=True)
+    whole = plan.over(LARGE, 1, sharding).memory_by_kind(2, ema=True)
+    kinds = plan.over(LARGE, num, sharding).memory_by_kind(2, ema=True)
     for kind in ("weights", "gradients", STATES, EMA):
         assert kinds[kind] == pytest.approx(whole[kind] / parts)
     is_sharded = parts > 1
@@ -177,36 +177,30 @@ def test_checkpoints_are_of_the_size_of_what_is_kept():
 
 
 def test_the_smallest_number_is_the_first_on_which_an_image_fits():
-    for gib in cards.CARDS_GIB:
-        num = cards.fewest(LARGE, gib, "full", ema=False)
-        need = [cards.over(LARGE, n, "full").memory_gib(1, ema=False) for n in (num - 1, num)]
+    for gib in plan.CARDS_GIB:
+        num = plan.fewest(LARGE, gib, "full", ema=False)
+        need = [plan.over(LARGE, n, "full").memory_gib(1, ema=False) for n in (num - 1, num)]
         assert need[1] <= cost.USABLE_FRACTION * gib < need[0]
-    assert cards.fewest(LARGE, 80, "off", ema=False) is None
-    assert cards.images_a_pass(LARGE, 80, ema=False) == 0
-    over_eight = cards.over(LARGE, 8, "full")
+    assert plan.fewest(LARGE, 80, "off", ema=False) is None
+    assert plan.images_a_pass(LARGE, 80, ema=False) == 0
+    over_eight = plan.over(LARGE, 8, "full")
     room = cost.USABLE_FRACTION * 80 - over_eight.memory_gib(0, ema=False)
-    assert cards.images_a_pass(over_eight, 80, ema=False) == int(room / 0.5)
+    assert plan.images_a_pass(over_eight, 80, ema=False) == int(room / 0.5)
 
 
-def test_the_lines_have_a_row_for_each_number_and_say_the_smallest():
-    title, head, *rows, without, sharded = cards.lines(LARGE, RUN)
-    assert title == "memory of one GPU in bf16 with sharding=full from 2 on, one image a pass, GiB:"
-    assert re.split(r" {2,}", head.strip())[:5] == ["GPUs", "weights", "gradients", STATES, "gathered blocks"]
-    assert [int(row.split()[0]) for row in rows] == list(cards.NUM_GPUS)
-    for row in rows:
-        *kinds, total, _, _ = map(float, row.split()[1:])
-        assert sum(kinds) == pytest.approx(total, abs=0.05)
+def test_the_lines_say_the_smallest_number_for_the_runs_sharding_and_for_full():
+    without, sharded = plan.smallest_numbers(LARGE, RUN)
     assert without == "smallest number of cards with sharding=off: of 80 GiB none is enough, of 139 GiB none is enough"
-    found = [cards.fewest(LARGE, gib, "full", ema=False) for gib in cards.CARDS_GIB]
+    found = [plan.fewest(LARGE, gib, "full", ema=False) for gib in plan.CARDS_GIB]
     assert sharded == f"smallest number of cards with sharding=full: of 80 GiB {found[0]}, of 139 GiB {found[1]}"
 
 
 def test_on_a_machine_without_a_gpu_a_gpus_activations_are_reckoned():
-    assert cards.on_gpus(LARGE, RUN) == LARGE  # compiled: the norms are computed again
-    eager = cards.on_gpus(LARGE, {**RUN, "compile": "off"})
+    assert plan.on_gpus(LARGE, RUN) == LARGE  # compiled: the norms are computed again
+    eager = plan.on_gpus(LARGE, {**RUN, "compile": "off"})
     assert eager.activation_gib_per_image == 0.5 * cost.CUDA_AUTOCAST_FACTOR and "bf16" in AUTOCAST_DTYPES
-    assert cards.on_gpus(LARGE, {**RUN, "compile": "off", "precision": "fp32"}) == LARGE
-    assert cards.on_gpus(LARGE, {**RUN, "model.frozen_device": "cpu"}).frozen_gib == 0.0
+    assert plan.on_gpus(LARGE, {**RUN, "compile": "off", "precision": "fp32"}) == LARGE
+    assert plan.on_gpus(LARGE, {**RUN, "model.frozen_device": "cpu"}).frozen_gib == 0.0
 
 
 FULL = [

