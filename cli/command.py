@@ -79,8 +79,7 @@ def start(main: Callable[[list[str]], int]) -> NoReturn:
         interrupts.say()
         code = interrupts.CODE
     sys.stdout.flush()
-    interrupts.end(code)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # stays so while the interpreter goes down; a handler would not
     if code > 128:
         threading.Thread(target=lambda: (time.sleep(LEAVE_SEC), os._exit(code)), daemon=True).start()
