@@ -1,7 +1,6 @@
 """Tells a run's watch (cli/watching.py) where the training is: at each of Composer's events.
 
-RUN_FOLDER/RUN_NAME/heartbeat.json      at most every five seconds: time, batch, phase, and which rank is behind
-                    stacks/rank0000N.txt    where each thread of a rank was, when a stall or a lost rank ended the run
+RUN_FOLDER/RUN_NAME/stacks/rank0000N.txt    where each thread of a rank was, when a stall or a lost rank ended the run
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from composer.utils import dist
 from cli import ranks
 from cli.watching import Watch, dump_stacks
 
-HEARTBEAT, STACKS = "heartbeat.json", "stacks"
+STACKS = "stacks"
 CHECKPOINTS = {Event.BATCH_CHECKPOINT.value, Event.EPOCH_CHECKPOINT.value, Event.FIT_END.value}
 PHASES = {"train": "train", "data_wait": "waiting for data", "eval": "evaluation", "other": "between batches"}
 """Clock of callbacks/throughput.py -> phase."""
@@ -40,8 +39,6 @@ class Heartbeat(Callback):
         if event == Event.FIT_START:
             progress.phase = self._phase
             ranks.before_leaving(self._keep_stacks)
-            if dist.get_global_rank() == 0:
-                self.watch.file = self.folder / HEARTBEAT
         progress.is_warm = progress.is_warm or event == Event.BATCH_END
         progress.mark(event.value.replace("_", " "), state.timestamp.batch.value)
         super().run_event(event, state, logger)
@@ -53,7 +50,6 @@ class Heartbeat(Callback):
     def close(self, state: State, logger: Logger) -> None:
         progress = self.watch.progress
         progress.phase, progress.doing = (lambda: "end"), "closed"
-        self.watch.put_last()
 
     def _phase(self) -> str:
         clock = self.clock()
