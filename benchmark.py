@@ -99,7 +99,6 @@ from training.run_callbacks import (
     build_record,
     build_throughput,
     facts_of,
-    in_order,
 )
 from training.run_config import ALIASES, RunConfig, as_tried, build_for_training, resolve
 from training.trainer import NonBlockingTrainer
@@ -160,28 +159,18 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
         record.start(run.progress.batch, images=run.progress.images, began=began, lost=run.lost)
         run.say(record.num_starts)
         measured = None if config.eval.weights == "training" else average
-        pause = Pause(throughput, record, networks.graphs, checkpointer, measured)
+        pause = Pause(throughput, record, checkpointer, measured)
         validation = build_validation(config, model, held_out, networks.held_out, pause)
         samples = build_samples(config, model, pause)
         evaluation = build_evaluation(config, networks.scorer, model, pause)
         target = build_target(config, evaluation, record)
         mlperf_log = build_mlperf_log(config, networks.stages, networks.held_out, record)
-        callbacks = in_order(
-            health=health,
-            profile=build_profile(config, record, throughput),
-            graphs=networks.graphs,
-            randomness=BatchRandomness(model, config.seed),
-            gradient_norm=gradient_norm,
-            throughput=throughput,
-            record=record,
-            checkpointer=checkpointer,
-            validation=validation,
-            samples=samples,
-            evaluation=evaluation,
-            target=target,
-            mlperf_log=mlperf_log,
-            stalled=stalled,
-        )
+        # Composer calls them in this order at each event. Weights that differ are in no record; random numbers are drawn
+        # before anybody reads the batch. A batch is recorded before it is in a checkpoint, and saved before it is validated,
+        # sampled and evaluated, so that what was killed is repeated. The target needs the newest evaluation.
+        profile, randomness = build_profile(config, record, throughput), BatchRandomness(model, config.seed)
+        callbacks = [*health.callbacks(record.folder, lambda: throughput.running), profile, randomness, gradient_norm]
+        callbacks += [throughput, record, checkpointer, validation, samples, evaluation, target, mlperf_log, stalled]
         trainer = build_trainer(config, device, model, data, learning, record, callbacks, logged)
     run.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     remote.start(uploads)
@@ -198,7 +187,8 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
 
     # Summary: the figures of all starts, and what evaluation came to. Loggers have it too, before they are closed.
     is_early = trainer.state.timestamp.batch.value < learning.num_batches
-    record.facts |= {**networks.graphs.facts(), "stopped_early": is_early}
+    num_graphs = None if config.compile == "off" else speed.num_graphs()
+    record.facts |= {"compiled_graphs": num_graphs, "stopped_early": is_early}
     result = record.finish(outcome_of(config, target, record))
     draw_evaluations(config, record)
     write_page(record.folder)
@@ -216,7 +206,6 @@ class Networks:
     model: LatentDiffusion
     scorer: Scorer | None
     cost: Cost
-    graphs: speed.GraphCounter
     stages: list[Stage]
     """None for synthetic data."""
     sizes: list[ImageSize] | None
@@ -256,8 +245,7 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
         run.verify_evaluations({**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights})
     if held_out is not None and config.target.val_loss is not None:
         check_validations(run.folder, run.progress.batch, config.validation.identity_of(held_out))
-    graphs = speed.GraphCounter(config.compile != "off")
-    return Networks(config, model, scorer, cost, graphs, stages, sizes, held_out, identity)
+    return Networks(config, model, scorer, cost, stages, sizes, held_out, identity)
 
 
 def place(model: LatentDiffusion, config: RunConfig, device: torch.device, num_sizes: int) -> None:
@@ -322,7 +310,7 @@ def build_trainer(
     data: DataSpec,
     learning: Learning,
     record: RunRecord,
-    callbacks: Sequence[Callback],
+    callbacks: Sequence[Callback | None],
     logged: WandbMode,
 ) -> Trainer:
     """Build Composer's Trainer, or the one that does not wait for losses."""
@@ -339,7 +327,7 @@ def build_trainer(
         step_schedulers_every_batch=True,
         spin_dataloaders=False,  # the loader has been told where to begin
         algorithms=[] if learning.average is None else [learning.average],
-        callbacks=list(callbacks),
+        callbacks=[callback for callback in callbacks if callback is not None],
         loggers=build_loggers(config.loggers, config.run_name, record.run_id, record.folder, logged),
         progress_bar=config.loggers.progress_bar,
         device=device,

@@ -8,7 +8,6 @@ Layouts: NCHW is (B, C, H, W) with W fastest, NHWC is the same tensor with C fas
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -16,13 +15,12 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from composer import Callback, Logger, State
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -390,43 +388,3 @@ def num_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
-
-
-class GraphCounter(Callback):
-    """Counts compiled graphs. The first step of each kind, in training of each size of images, compiles its graphs; any
-    later graph is a recompilation.
-
-    Args:
-        in_force: something is compiled; if false, nothing is counted.
-    """
-
-    def __init__(self, in_force: bool):
-        self.in_force = in_force
-        self.num_recompiled = 0
-        self._seen: set[str] = set()
-        self._before = 0
-
-    @contextlib.contextmanager
-    def step(self, kind: str) -> Iterator[None]:
-        """Count the graphs compiled within a step of this kind (evaluation)."""
-        before = num_graphs() if self.in_force else 0
-        yield
-        self._count(kind, before)
-
-    def _count(self, kind: str, before: int) -> None:
-        if self.in_force and kind in self._seen:
-            self.num_recompiled += num_graphs() - before
-        self._seen.add(kind)
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        self._before = num_graphs() if self.in_force else 0
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        size = "x".join(map(str, state.batch["noise"].shape[2:])) if "noise" in state.batch else ""
-        self._count(f"train {size}", self._before)
-
-    def facts(self) -> dict[str, int | None]:
-        """Return the counts for the run's summary; None if nothing is compiled."""
-        if not self.in_force:
-            return {"compiled_graphs": None, "recompiled_graphs": None}
-        return {"compiled_graphs": num_graphs(), "recompiled_graphs": self.num_recompiled}
