@@ -5,7 +5,9 @@
     composer -n 8 benchmark.py data.remote=s3://bucket/laion data.local=/tmp/laion model.weights=random max_duration=1ep
 
 docs/configuration.md has every key. Values come from its defaults, then the YAML, then `key=value`. `--print_config` shows
-the resolved run and its plan, wherever it would have to run, and stops. The flags of diffusion-benchmark are aliases of keys.
+the resolved run and its plan, wherever it would have to run, and stops. The flags of diffusion-benchmark are aliases of keys:
+--batch_size --image_size --remote --local --use_synth_data --model_name --use_ema --wandb_name --wandb_project
+--device_train_microbatch_size.
 With no YAML: SD2 at 512 pixels, global batch 2048, 30 batches.
 
 A run with a name resumes from its newest checkpoint when the same command is given again; a finished one says so. Where it
@@ -50,7 +52,6 @@ from callbacks.stalled_data import StalledData
 from cli import errors, masking, ranks
 from cli.command import command, start
 from cli.command_line import parse_command_line
-from cli.describe import overview
 from cli.errors import ConfigError
 from cli.limits import ImageSize
 from cli.log import log
@@ -72,7 +73,6 @@ from training import agreement, microbatch, published, remote, sharding, speed
 from training.between import build_samples, build_validation, catch_up, open_held_out
 from training.checkpoint_content import Progress, restore
 from training.checkpoints import Checkpointer, Stopped
-from training.copy_stream import CopyStream
 from training.cost import Cost
 from training.destinations import Destination
 from training.device import build_device, composer_precision
@@ -270,8 +270,6 @@ def build_batches(config: RunConfig, networks: Networks, at: Progress, all_ready
         stages=networks.stages,
         all_ready=all_ready,
     )
-    if config.copy_stream:
-        data.batch_transforms = CopyStream(networks.model.device)
     assert isinstance(data.dataloader, Loader | SyntheticBatches)
     if at.batch:
         data.dataloader.resume(at.epoch, at.batch_in_epoch, config.global_batch_size)
@@ -374,7 +372,7 @@ def show(config: RunConfig) -> int:
     return 0
 
 
-@command(__doc__, needs_words=False, more_help=lambda: overview(RunConfig, ALIASES))
+@command(__doc__, needs_words=False)
 def main(argv: Sequence[str], began: float | None = None) -> int:
     """Read the configuration, run it, print the result line last; rank 0 speaks for all.
 

@@ -157,10 +157,6 @@ def problems_of(config: RunConfig) -> list[Problem]:
         for key, (value, default) in given.items()
         if value != default
     ]
-    if config.precision == "fp8":
-        found.append(
-            Problem("precision: fp8. The predecessor has nothing of the kind: precision=bf16.", ("precision",))
-        )
     if config.device_train_microbatch_size == AUTO:
         text = "device_train_microbatch_size: auto. This program tries none: give a number."
         found.append(Problem(text, ("device_train_microbatch_size",)))

@@ -21,14 +21,13 @@ LEAVE_SEC = 15.0  # for what loggers and libraries do at a process's exit after 
 
 
 def command(
-    text: str | None, *, needs_words: bool = True, more_help: Callable[[], str] = str, keeps_secrets: bool = False
+    text: str | None, *, needs_words: bool = True, keeps_secrets: bool = False
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Make a function of argv a command: it prints `text` where help is asked for, and says what it refuses.
 
     Args:
         text: the head of its file.
         needs_words: without any it prints `text` too, and its exit code is 2.
-        more_help: makes what --help prints after `text`.
         keeps_secrets: its words are for another command, and keep the passwords in their addresses.
     """
 
@@ -36,7 +35,7 @@ def command(
         @functools.wraps(main)
         def run(argv: Sequence[str], **more: object) -> int:
             if {"-h", "--help"} & set(argv) or (needs_words and not argv):
-                print(f"{text}{more_help()}")
+                print(text)
                 return 0 if argv else 2
             try:
                 check_private_api()

@@ -314,11 +314,6 @@ NONE = "lora.targets: no linear layer or convolution of the denoiser ends in"
             "32 of the layers have fewer than the rank: an adapter would be larger than they are. Possible: 1 to 16.",
         ),
         (
-            "lora.rank=4 precision=fp8",
-            "precision: fp8, but lora.rank=4: torchao replaces layers that have an adapter. Use precision=bf16, or leave "
-            "lora.rank out.",
-        ),
-        (
             "lora.rank=4 data.synthetic=false data.remote=gone",
             "model.denoiser: not given, but lora.rank=4: random weights are no base. Give the weights that are "
             "fine-tuned, or data.synthetic=true to measure speed.",

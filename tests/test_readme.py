@@ -109,7 +109,7 @@ RUN_BY = {
     "test": "tests/conftest.py",  # this suite
     "test-store": "tests/store/test_harness.py",
     "test-faults": "tests/test_faults.py",
-    "test-fp8": "tests/test_fp8.py",
+    "test-8bit": "tests/test_adamw_8bit.py",
     "test-tables": "tests/test_tables.py",
     "test-cluster": "tests/test_engines.py",
     "test-loggers": "tests/test_mlflow.py",

@@ -442,18 +442,6 @@ def test_what_this_machine_cannot_do_is_refused_before_anything_starts(capsys, w
     assert refused(capsys, *words) == [text]
 
 
-def test_a_stream_for_copies_wants_a_host_that_is_ahead(capsys):
-    said = refused(capsys, "copy_stream=true")
-    text = "true, but async_loss=false: the host waits for each loss, and nothing is left to copy beside."
-    assert f"copy_stream: {text} Say async_loss=true, or leave it out." in said
-    assert "copy_stream: true needs a GPU. Leave it out on a CPU." in said
-
-
-def test_a_batch_that_lies_on_the_device_is_not_copied(capsys):
-    text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
-    assert f"copy_stream: {text}" in refused(capsys, "copy_stream=true", "async_loss=true")
-
-
 def test_xformers_that_does_not_load_is_named_without_an_import(monkeypatch, tmp_path):
     (tmp_path / "__init__.py").write_text("raise SystemExit('it was imported')")
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))

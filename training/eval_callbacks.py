@@ -202,7 +202,7 @@ def describe_computation(config: RunConfig) -> dict[str, Any]:
     # DDP adds up gradients in the type of the weights. Sharded weights are gathered in the type of the computation.
     is_sent_small = precision in AUTOCAST_DTYPES and (precision == "bf16_params" or config.sharding != "off")
     return {
-        "lowest_numerical_precision_in_linear": "fp8" if precision == "fp8" else compute,
+        "lowest_numerical_precision_in_linear": compute,
         "lowest_numerical_precision_in_attn": compute,
         "lowest_numerical_precision_in_comm": compute if is_sent_small else "fp32",
         **dict.fromkeys([f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert")], 1),

@@ -27,7 +27,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cli.errors import ConfigError
 from cli.limits import limited
 from cli.private_api import require_private_api
-from training import fp8
 from training.blocks import checkpoint_blocks, denoiser_parts
 from training.compile_cache import remove_unfinished_libraries
 
@@ -40,7 +39,7 @@ BACK_ENDS = {
     "math": SDPBackend.MATH,
 }
 ON_A_CPU = ("auto", "flash", "math")
-ON_A_GPU = ("cuda_graphs", "copy_stream", "cudnn_benchmark")
+ON_A_GPU = ("cuda_graphs", "cudnn_benchmark")
 IN_16_BITS = ("flash", "cudnn")  # on a GPU they do not support float32
 # cuDNN before 9.15.1 reads out of bounds if a length is not a multiple of this (pytorch issue 169849).
 CUDNN_LENGTH = 128
@@ -74,8 +73,6 @@ class SpeedKeys:
     """Share out weights, gradients, optimizer states and EMA weights: full over all ranks, hybrid over each machine's."""
     async_loss: bool = False
     """The host reads each batch's loss while the next one is computed, so that no step waits for it."""
-    copy_stream: bool = False
-    """Copy each batch to the GPU on a separate stream, during the step before. Needs async_loss."""
     cudnn_benchmark: bool = False
     """Let cuDNN time its algorithms for each convolution at the first step. Another run may choose others."""
 
@@ -102,11 +99,6 @@ class SpeedKeys:
             for key in ON_A_GPU:
                 if getattr(self, key):
                     found.append((key, "true needs a GPU. Leave it out on a CPU."))
-        if self.copy_stream and not self.async_loss:
-            text = "true, but async_loss=false: the host waits for each loss, and nothing is left to copy beside."
-            found.append(("copy_stream", f"{text} Say async_loss=true, or leave it out."))
-        if precision == "fp8" and (text := fp8.problem(compiled=self.compile != "off")):
-            found.append(("precision", f"fp8 {text}"))
         if text := attention_problem(self.attention, precision, is_gpu):
             found.append(("attention", f"{self.attention} {text}"))
         elif self.attention == "xformers" and self.compile != "off":
@@ -122,7 +114,7 @@ def values_of(keys: SpeedKeys) -> dict[str, Any]:
     return {key.name: getattr(keys, key.name) for key in dataclasses.fields(SpeedKeys)}
 
 
-OF_TRAINING = ("gradient_checkpointing", "sharding", "async_loss", "copy_stream")
+OF_TRAINING = ("gradient_checkpointing", "sharding", "async_loss")
 """The keys that do not affect an evaluation."""
 
 
@@ -179,7 +171,7 @@ def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> st
         return f"needs a GPU. Possible on a CPU: {', '.join(ON_A_CPU)}."
     if attention == "xformers":
         return xformers_problem()
-    if attention in IN_16_BITS and precision not in (None, "bf16", "fp16", "bf16_params", "fp8"):
+    if attention in IN_16_BITS and precision not in (None, "bf16", "fp16", "bf16_params"):
         return f"computes in 16 bits, the run in {precision}. Use precision=bf16, or attention=efficient."
     dtype = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}.get(precision or "", torch.bfloat16)
     numbers = torch.zeros(1, 2, CUDNN_LENGTH, 64, device="cuda", dtype=dtype, requires_grad=True)
@@ -207,11 +199,7 @@ def apply(model: Network, keys: SpeedKeys, precision: str | None, *, num_sizes: 
 
     Args:
         num_sizes: of images in training; each has graphs of its own.
-
-    Raises ConfigError: precision is fp8, but no layer of the denoiser is wide enough.
     """
-    if precision == "fp8":
-        fp8.use(model.denoiser)
     if keys.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
     if keys.channels_last:
