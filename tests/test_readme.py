@@ -463,11 +463,6 @@ def test_a_table_of_keys_has_default_what_is_possible_and_the_text_under_the_fie
     assert page_of(Outer) == "\n" + "\n\n".join(parts) + "\n\n"
 
 
-def test_a_page_that_names_no_class_is_refused():
-    with pytest.raises(ValueError, match=r"benchmark\.Nothing: there is no such class"):
-        described("<!-- keys of benchmark.Nothing -->\n<!-- end of keys -->")
-
-
 # --- the picture of samples; tests/test_report.py compares it ---
 
 
