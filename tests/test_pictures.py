@@ -18,8 +18,9 @@ from PIL import Image
 import benchmark
 import eval as eval_command
 from evaluation.prompts import Prompt
+from record import films
 from reports.samples import tiles_of
-from training.pictures import Wanted, captions_of, folder_problem, save, told_by
+from training.pictures import Wanted, captions_of, folder_problem, save
 
 NAME = re.compile(r"(\d{5,12}|id)-\d+(-[a-z0-9-]+)?-[0-9a-f]{8}\.(png|mp4)")
 
@@ -45,6 +46,14 @@ ABOUT = {"model": "a, b: c", "images_seen": 512_000, "weights": "ema", "commit":
 
 def wanted(caption: str, number: int = 1, seed: int = 17, guidance: float = 3.0, **more) -> Wanted:
     return Wanted(Prompt(number, number, caption), seed, guidance, {**SETTINGS, **more})
+
+
+def told_by(path: Path) -> dict:
+    """The metadata of a file that was written here."""
+    if path.suffix == ".mp4":
+        return json.loads(films.comment_in(path))
+    with Image.open(path, formats=("PNG",)) as image:
+        return json.loads(image.info["easel"])
 
 
 # --- captions ---

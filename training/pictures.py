@@ -32,7 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli import ranks
-from cli.files import open_regular, whole
+from cli.files import whole
 from cli.limits import MAX_CAPTION, file_problem, kind_of_path, shown
 from cli.ranks import Hearing, Signalled
 from evaluation.drawing import Heard, as_bytes, chunks_of, generate
@@ -129,18 +129,6 @@ def save(image: Tensor, path: Path, wanted: Wanted, about: Mapping[str, Any]) ->
     info.add_text("easel", json.dumps(made))  # in ASCII: an escape sequence reaches no terminal
     with whole(path) as temporary:
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(temporary, format="PNG", pnginfo=info)
-
-
-def told_by(path: Path) -> dict[str, Any] | None:
-    """Return the metadata of a file that was written here; None: it is no such file."""
-    with contextlib.suppress(Exception):  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
-        if path.suffix == ".mp4":
-            told = json.loads(films.comment_in(path))
-            return told if isinstance(told, dict) else None
-        with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
-            told = json.loads(image.info["easel"])
-        return told if isinstance(told, dict) else None
-    return None
 
 
 # --- drawing ---

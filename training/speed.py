@@ -91,21 +91,15 @@ class SpeedKeys:
         if self.compile != "off" and (text := compiler_problem(is_gpu)):
             found.append(("compile", f"{self.compile} {text}"))
         if self.cuda_graphs and self.compile != "whole":
-            text = (
-                f"true, but compile={self.compile}: only the one graph of compile=whole has shapes that never change."
-            )
-            found.append(("cuda_graphs", f"{text} Say compile=whole, or leave it out."))
-        if not is_gpu:
-            for key in ON_A_GPU:
-                if getattr(self, key):
-                    found.append((key, "true needs a GPU. Leave it out on a CPU."))
+            text = f"true, but compile={self.compile}, which has several graphs. Say compile=whole, or leave it out."
+            found.append(("cuda_graphs", text))
+        wanted = [key for key in ON_A_GPU if getattr(self, key) and not is_gpu]
+        found += [(key, "true needs a GPU. Leave it out on a CPU.") for key in wanted]
         if text := attention_problem(self.attention, precision, is_gpu):
             found.append(("attention", f"{self.attention} {text}"))
         elif self.attention == "xformers" and self.compile != "off":
-            text = (
-                f"its operators break the graph of compile={self.compile}. Use attention=flash or auto, or compile=off."
-            )
-            found.append(("attention", f"xformers: {text}"))
+            text = f"xformers: its operators break the graph of compile={self.compile}. Use attention=auto, or compile=off."
+            found.append(("attention", text))
         return found
 
 
@@ -122,10 +116,7 @@ def compiler_problem(is_gpu: bool) -> str | None:
     """Say what torch.compile lacks here, or None."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as inductor chooses it
     if not shutil.which(compiler):
-        given = "CXX names" if "CXX" in os.environ else "without CXX it is"
-        return (
-            f"needs a C++ compiler ({given} '{compiler}'), and there is none. Install it, set CXX, or say compile=off."
-        )
+        return f"needs a C++ compiler, and there is no '{compiler}'. Install it, set CXX, or say compile=off."
     if is_gpu and importlib.util.find_spec("triton") is None:
         return "needs triton, which is not installed. pip install triton, or say compile=off."
     return None
@@ -136,15 +127,9 @@ def xformers_problem() -> str | None:
     spec = importlib.util.find_spec("xformers")
     if spec is None or spec.origin is None:
         return "is not installed: it has no release for every torch. Use attention=auto."
-    try:
-        built = json.loads(Path(spec.origin).with_name("cpp_lib.json").read_text())["version"]
-        its_torch, its_cuda = built["torch"].partition("+")[0], int(built["cuda"] or 0) // 100
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"is not installed whole: its cpp_lib.json cannot be read ({type(error).__name__}). Use attention=auto."
-    if (its_torch, its_cuda) == (
-        torch.__version__.partition("+")[0],
-        int((torch.version.cuda or "0").partition(".")[0]),
-    ):
+    built = json.loads(Path(spec.origin).with_name("cpp_lib.json").read_text())["version"]
+    its_cuda, own_cuda = int(built["cuda"] or 0) // 100, int((torch.version.cuda or "0").partition(".")[0])
+    if built["torch"].partition("+")[0] == torch.__version__.partition("+")[0] and its_cuda == own_cuda:
         return None
     return f"does not load: it is built for torch {built['torch']}, here is {torch.__version__}. Use attention=auto."
 
