@@ -48,7 +48,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from callbacks.gradient_norm import GradientNorm
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.run_record import RunRecord
-from callbacks.stalled_data import StalledData
 from cli import errors, masking, ranks
 from cli.command import command, start
 from cli.command_line import parse_command_line
@@ -87,7 +86,7 @@ from training.eval_callbacks import (
     outcome_of,
 )
 from training.evaluated import check_validations
-from training.health import build_health
+from training.health import StalledData, build_health
 from training.initial import load_start
 from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches

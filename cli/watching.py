@@ -39,7 +39,7 @@ class Beat:
     batch: int
     """Batches of the run that are done."""
     phase: str
-    """One of start, train, waiting for data, evaluation, checkpoint, between batches, end; see callbacks/heartbeat.py."""
+    """One of start, train, waiting for data, evaluation, checkpoint, between batches, end; see training/health.py."""
     doing: str
     """The last event, in words."""
     sec: float

@@ -32,7 +32,7 @@ def test_a_rank_that_is_stopped_ends_the_run_and_is_named(tmp_path):
     assert "health.stall_sec: nothing heard of rank 1 (" in said and said.endswith(
         f"It is stopped, dead or cut off. {END}"
     )
-    assert "callbacks/heartbeat.py" in (tmp_path / "a" / "stacks" / "rank00000.txt").read_text()
+    assert "training/health.py" in (tmp_path / "a" / "stacks" / "rank00000.txt").read_text()
 
 
 def test_weights_that_differ_stop_the_run_before_they_are_saved(tmp_path):

@@ -16,15 +16,15 @@ from wandb_file import offline
 from wandb_server import WandbServer
 
 import benchmark
-from callbacks import stalled_data
-from callbacks.stalled_data import StalledData
 from record.files import read_summary
 from record.metric_names import FILM, METRICS, SAMPLES, alert, as_sent, bins_named, row_of, streams_named
 from record.summary import rounded
 from reports import wandb_dashboard
 from stages import batch_wait
 from stages.stream import BatchStream
+from training import health
 from training.destinations import TensorboardLogger
+from training.health import StalledData
 
 OFFLINE = ["loggers.wandb.project=p", "loggers.wandb.mode=offline"]
 
@@ -141,7 +141,7 @@ class Told(LoggerDestination):
 
 def test_a_wait_is_told_once_and_the_next_one_again(monkeypatch):
     now, told, ready = [100.0], Told(), [False]
-    monkeypatch.setattr(stalled_data.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(health.time, "monotonic", lambda: now[0])
     stalled = StalledData(lambda is_here: ready[0], 300)
     stalled._loggers = (object(), told)
     for ready[0], now[0] in [(True, 100), (False, 101), (False, 400), (False, 401), (False, 900)]:

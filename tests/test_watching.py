@@ -1,4 +1,4 @@
-"""cli/watching.py: who is behind, who is lost, and what may take long; callbacks/heartbeat.py: what it is told."""
+"""cli/watching.py: who is behind, who is lost, and what may take long; training/health.py: what it is told."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from composer import Event, State
 from composer.devices import DeviceCPU
 
-from callbacks.heartbeat import Heartbeat
 from cli import meeting, ranks, watching
 from cli.watching import Beat, Watch, dump_stacks, stall
+from training.health import Heartbeat
 
 BEAT = Beat(marks=40, batch=7, phase="train", doing="before backward", sec=30.0, may_stay=False)
 END = "The run ends on all ranks; the same command resumes it from its last checkpoint."

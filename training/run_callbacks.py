@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from callbacks.gradient_norm import GradientNorm
-from callbacks.losses import AsyncLosses, Losses
+from callbacks.losses import AsyncLosses, Losses, StreamLosses
 from callbacks.profile import Profile
 from callbacks.run_record import RunRecord
-from callbacks.stream_losses import StreamLosses
 from callbacks.throughput import Throughput, peak_tflops
 from cli.limits import ImageSize
 from config import flat
