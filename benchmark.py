@@ -86,7 +86,7 @@ from training.eval_callbacks import (
     outcome_of,
 )
 from training.evaluated import check_validations
-from training.health import StalledData, build_health
+from training.health import build_health
 from training.initial import load_start
 from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
@@ -136,8 +136,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
         losses = build_losses(config, run.folder, model)
         ready, identity = health.before_saving(losses.settle), kept(networks.identity)
         checkpointer = build_checkpointer(config, run.folder, model, average, identity, ready, run.checkpoint, uploads)
-        stalled = StalledData(checkpointer.all_ready, config.loggers.stalled_sec)
-        data = build_batches(config, networks, run.progress, health.noting(stalled.all_ready))
+        data = build_batches(config, networks, run.progress, health.noting(checkpointer.all_ready))
         held_out = open_held_out(config, model.family, networks.held_out, networks.stages)
 
         # Optimizer: with schedule and EMA, brought to where the run stands.
@@ -169,7 +168,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
         # sampled and evaluated, so that what was killed is repeated. The target needs the newest evaluation.
         profile, randomness = build_profile(config, record, throughput), BatchRandomness(model, config.seed)
         callbacks = [*health.callbacks(record.folder, lambda: throughput.running), profile, randomness, gradient_norm]
-        callbacks += [throughput, record, checkpointer, validation, samples, evaluation, target, mlperf_log, stalled]
+        callbacks += [throughput, record, checkpointer, validation, samples, evaluation, target, mlperf_log]
         trainer = build_trainer(config, device, model, data, learning, record, callbacks, logged)
     run.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     remote.start(uploads)

@@ -40,6 +40,8 @@ AGAIN_SEC = 2.0  # between two tries to reach rank 0
 MOST_NAMED = 8  # ranks in a message
 
 _hosts: list[str] = []
+_own: list[TCPStore] = []
+"""Rank 0's store, which lives as long as the process."""
 
 
 def hosts() -> list[str]:
@@ -109,15 +111,11 @@ def _open_store(limit_sec: float, more: str) -> TCPStore:
     # torchrun's agent has the store, and stays with it when its ranks are started again.
     if dist.get_global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _check_port(int(port))
-        own = _connected("127.0.0.1", int(port), limit_sec, is_owner=True)
+        limit, num = datetime.timedelta(seconds=limit_sec), dist.get_world_size()
+        _own.append(TCPStore("127.0.0.1", int(port), num, is_master=True, wait_for_workers=False, timeout=limit))
         if _is_here(host):
-            return own
-        # The address of a network before this machine (a service, or a translated one), or another machine's.
-        mark = f"easel/own/{socket.gethostname()}/{os.getpid()}"
-        own.set(mark, "")
-        _reach(host, int(port), limit_sec, more)
-        there = _connected(host, int(port), limit_sec)
-        return own if there.check([mark]) else there  # another rank 0's, which is told that this one came too
+            return _own[-1]
+        # Else the address leads here by a network before this machine, or to another rank 0, which is told of this one.
     _reach(host, int(port), limit_sec, more)
     return _connected(host, int(port), limit_sec)
 
@@ -131,16 +129,15 @@ def _is_here(host: str) -> bool:
     return True
 
 
-def _connected(host: str, port: int, limit_sec: float, *, is_owner: bool = False) -> TCPStore:
-    """Build the store, in a thread: torch waits without an end for the first word of one that listens and says nothing."""
+def _connected(host: str, port: int, limit_sec: float) -> TCPStore:
+    """Connect to rank 0's store, in a thread: torch waits without an end for one that listens and says nothing."""
     answer_sec = min(limit_sec, ANSWER_SEC)
     built: list[TCPStore | RuntimeError] = []
 
     def build() -> None:
         limit = datetime.timedelta(seconds=answer_sec)
-        num = dist.get_world_size()
         try:
-            built.append(TCPStore(host, port, num, is_master=is_owner, wait_for_workers=False, timeout=limit))
+            built.append(TCPStore(host, port, dist.get_world_size(), wait_for_workers=False, timeout=limit))
         except RuntimeError as error:
             built.append(error)
 
@@ -152,8 +149,6 @@ def _connected(host: str, port: int, limit_sec: float, *, is_owner: bool = False
         result.set_timeout(datetime.timedelta(seconds=limit_sec))
         return result
     reason = str(result).splitlines()[0]  # what follows are frames of C++
-    if is_owner:  # between our look and torch's another process was faster
-        raise Failed(f"MASTER_PORT: {host}:{port}: {reason}. Start again, with another port.")
     given = f"MASTER_PORT: what answers at {host}:{port} is not rank 0 ({reason}), as {_self()} sees it"
     why = "Something else holds the port there, or rank 0 has just ended"
     raise Failed(f"{given}. {why}. Start all machines again, with another port.")

@@ -1,4 +1,4 @@
-"""What looks after a run on many ranks: who is slow, who is lost, whose data has stalled, whose weights differ.
+"""What looks after a run on many ranks: who is slow, who is lost, whose weights differ.
 
 RUN_FOLDER/RUN_NAME/stacks/rank0000N.txt    where each thread of a rank was, when a stall or a lost rank ended the run
 
@@ -15,10 +15,10 @@ Where weights are shared out (training/sharding.py) a forward pass waits for the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from composer import Callback, Event, Logger, State
@@ -28,7 +28,6 @@ from callbacks.replicas import Replicas
 from cli import ranks
 from cli.limits import limited
 from cli.watching import Watch, dump_stacks
-from record.metric_names import alert
 from training import sharding
 
 if TYPE_CHECKING:
@@ -163,37 +162,6 @@ class Heartbeat(Callback):
     def _keep_stacks(self, text: str) -> None:
         if "health.stall_sec: " in text:
             dump_stacks(self.folder / STACKS / f"rank{dist.get_global_rank():05d}.txt")
-
-
-class StalledData(Callback):
-    """Watches the loader's wait for the next batch. Where one rank waits, all do: so rank 0, which logs, knows of it.
-
-    Args:
-        all_ready: of stages.loader.Loader; `self.all_ready` takes its place there.
-        limit_sec: of one wait, after which it is told.
-    """
-
-    def __init__(self, all_ready: Callable[[bool], bool], limit_sec: float):
-        self._all_ready, self.limit_sec = all_ready, limit_sec
-        self._loggers: Sequence[Any] = ()
-        self._since: float | None = None
-        self._is_told = False
-
-    def init(self, state: State, logger: Logger) -> None:
-        self._loggers = logger.destinations
-
-    def all_ready(self, is_here: bool) -> bool:
-        """Tell the others whether this rank has its batch, and return whether all have theirs."""
-        are_here, now = self._all_ready(is_here), time.monotonic()
-        if are_here:
-            self._since, self._is_told = None, False
-            return True
-        self._since = now if self._since is None else self._since
-        if not self._is_told and now - self._since >= self.limit_sec:
-            self._is_told = True
-            text = f"data: no batch for {now - self._since:.0f} s. The run waits on; its stderr says what has arrived."
-            alert(self._loggers, "data has stalled", text)
-        return False
 
 
 class OwnClocks(Callback):

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 from composer.loggers import LoggerDestination
 
 from cli.errors import ConfigError
-from cli.limits import limited
 from cli.log import log
 from training.destinations import TensorboardLogger, WandBLogger
 from training.mlflow_logger import MlflowConfig, MlflowLogger
@@ -59,8 +58,6 @@ class LoggersConfig:
     """Show the traceback of errors that are otherwise shown as a message only."""
     group: str | None = None
     """Group of runs at W&B and MLflow, as those of several seeds. bench.ladder and sweep.py give their own name."""
-    stalled_sec: int = limited(300, 1)
-    """Seconds without a batch after which W&B sends an alert."""
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
     mlflow: MlflowConfig | None = None
