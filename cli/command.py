@@ -14,7 +14,6 @@ from typing import NoReturn
 from cli import interrupts, masking
 from cli.errors import ConfigError, Failed, Refused
 from cli.log import EVERY_RANK, log
-from cli.private_api import PrivateAPIMissing, check_private_api
 
 FIRST_SEC = 30.0  # that a machine's other ranks leave to its first one: it may be long in reading what they have read
 LEAVE_SEC = 15.0  # for what loggers and libraries do at a process's exit after a signal: some wait for a network
@@ -38,7 +37,6 @@ def command(
                 print(text)
                 return 0 if argv else 2
             try:
-                check_private_api()
                 words, warnings = (argv, []) if keeps_secrets else masking.take_secrets_out(argv)
                 for warning in warnings:
                     log.warning(warning)
@@ -46,7 +44,7 @@ def command(
             except Failed as error:
                 log.error(error, extra=EVERY_RANK)
                 return 1
-            except (ConfigError, Refused, PrivateAPIMissing) as error:
+            except (ConfigError, Refused) as error:
                 let_first_leave()  # it refuses the same
                 log.error(error, extra=EVERY_RANK)
                 return 2
