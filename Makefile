@@ -40,7 +40,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-fp8 test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency report clean test-health test-clouds test-image build_docker launch_docker build_and_launch_docker exec_docker stop_docker
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-8bit test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency report clean test-health test-clouds test-image build_docker launch_docker build_and_launch_docker exec_docker stop_docker
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -128,7 +128,7 @@ test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
 
 test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands, each fault of a store once
 	$(call both_halves,slow and not gpu and not cluster)
-	$(MAKE) --no-print-directory test-fp8
+	$(MAKE) --no-print-directory test-8bit
 	$(MAKE) --no-print-directory test-tables
 	$(MAKE) --no-print-directory test-cluster ONLY=short
 	$(MAKE) --no-print-directory test-loggers
@@ -137,9 +137,9 @@ test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's co
 	$(MAKE) --no-print-directory test-clouds
 
 # Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.5 s of every start.
-test-fp8: $(STAMP)  ## precision=fp8 and optimizer.states=8bit on a CPU, with torchao, which is installed beside the environment for them
+test-8bit: $(STAMP)  ## optimizer.states=8bit on a CPU, with torchao, which is installed beside the environment for them
 	test -e $(VENV)/$(TORCHAO) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TORCHAO) $(TORCHAO)
-	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TORCHAO) $(PY) -m pytest -q tests/test_fp8.py tests/test_adamw_8bit.py
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TORCHAO) $(PY) -m pytest -q tests/test_adamw_8bit.py
 
 test-tables: $(STAMP)  ## prepare.shards of Parquet files and Hugging Face data sets, with pyarrow and datasets, installed beside the environment
 	test -e $(VENV)/$(TABLES) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TABLES) -r requirements/tables.lock

@@ -5,7 +5,9 @@
     composer -n 8 benchmark.py data.remote=s3://bucket/laion data.local=/tmp/laion model.weights=random max_duration=1ep
 
 docs/configuration.md has every key. Values come from its defaults, then the YAML, then `key=value`. `--print_config` shows
-the resolved run and its plan, wherever it would have to run, and stops. The flags of diffusion-benchmark are aliases of keys.
+the resolved run and its plan, wherever it would have to run, and stops. The flags of diffusion-benchmark are aliases of keys:
+--batch_size --image_size --remote --local --use_synth_data --model_name --use_ema --wandb_name --wandb_project
+--device_train_microbatch_size.
 With no YAML: SD2 at 512 pixels, global batch 2048, 30 batches.
 
 A run with a name resumes from its newest checkpoint when the same command is given again; a finished one says so. Where it
@@ -46,11 +48,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from callbacks.gradient_norm import GradientNorm
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.run_record import RunRecord
-from callbacks.stalled_data import StalledData
 from cli import errors, masking, ranks
 from cli.command import command, start
 from cli.command_line import parse_command_line
-from cli.describe import overview
 from cli.errors import ConfigError
 from cli.limits import ImageSize
 from cli.log import log
@@ -72,7 +72,6 @@ from training import agreement, microbatch, published, remote, sharding, speed
 from training.between import build_samples, build_validation, catch_up, open_held_out
 from training.checkpoint_content import Progress, restore
 from training.checkpoints import Checkpointer, Stopped
-from training.copy_stream import CopyStream
 from training.cost import Cost
 from training.destinations import Destination
 from training.device import build_device, composer_precision
@@ -99,7 +98,6 @@ from training.run_callbacks import (
     build_record,
     build_throughput,
     facts_of,
-    in_order,
 )
 from training.run_config import ALIASES, RunConfig, as_tried, build_for_training, resolve
 from training.trainer import NonBlockingTrainer
@@ -138,8 +136,7 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
         losses = build_losses(config, run.folder, model)
         ready, identity = health.before_saving(losses.settle), kept(networks.identity)
         checkpointer = build_checkpointer(config, run.folder, model, average, identity, ready, run.checkpoint, uploads)
-        stalled = StalledData(checkpointer.all_ready, config.loggers.stalled_sec)
-        data = build_batches(config, networks, run.progress, health.noting(stalled.all_ready))
+        data = build_batches(config, networks, run.progress, health.noting(checkpointer.all_ready))
         held_out = open_held_out(config, model.family, networks.held_out, networks.stages)
 
         # Optimizer: with schedule and EMA, brought to where the run stands.
@@ -160,28 +157,18 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
         record.start(run.progress.batch, images=run.progress.images, began=began, lost=run.lost)
         run.say(record.num_starts)
         measured = None if config.eval.weights == "training" else average
-        pause = Pause(throughput, record, networks.graphs, checkpointer, measured)
+        pause = Pause(throughput, record, checkpointer, measured)
         validation = build_validation(config, model, held_out, networks.held_out, pause)
         samples = build_samples(config, model, pause)
         evaluation = build_evaluation(config, networks.scorer, model, pause)
         target = build_target(config, evaluation, record)
         mlperf_log = build_mlperf_log(config, networks.stages, networks.held_out, record)
-        callbacks = in_order(
-            health=health,
-            profile=build_profile(config, record, throughput),
-            graphs=networks.graphs,
-            randomness=BatchRandomness(model, config.seed),
-            gradient_norm=gradient_norm,
-            throughput=throughput,
-            record=record,
-            checkpointer=checkpointer,
-            validation=validation,
-            samples=samples,
-            evaluation=evaluation,
-            target=target,
-            mlperf_log=mlperf_log,
-            stalled=stalled,
-        )
+        # Composer calls them in this order at each event. Weights that differ are in no record; random numbers are drawn
+        # before anybody reads the batch. A batch is recorded before it is in a checkpoint, and saved before it is validated,
+        # sampled and evaluated, so that what was killed is repeated. The target needs the newest evaluation.
+        profile, randomness = build_profile(config, record, throughput), BatchRandomness(model, config.seed)
+        callbacks = [*health.callbacks(record.folder, lambda: throughput.running), profile, randomness, gradient_norm]
+        callbacks += [throughput, record, checkpointer, validation, samples, evaluation, target, mlperf_log]
         trainer = build_trainer(config, device, model, data, learning, record, callbacks, logged)
     run.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
     remote.start(uploads)
@@ -198,7 +185,8 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
 
     # Summary: the figures of all starts, and what evaluation came to. Loggers have it too, before they are closed.
     is_early = trainer.state.timestamp.batch.value < learning.num_batches
-    record.facts |= {**networks.graphs.facts(), "stopped_early": is_early}
+    num_graphs = None if config.compile == "off" else speed.num_graphs()
+    record.facts |= {"compiled_graphs": num_graphs, "stopped_early": is_early}
     result = record.finish(outcome_of(config, target, record))
     draw_evaluations(config, record)
     write_page(record.folder)
@@ -216,7 +204,6 @@ class Networks:
     model: LatentDiffusion
     scorer: Scorer | None
     cost: Cost
-    graphs: speed.GraphCounter
     stages: list[Stage]
     """None for synthetic data."""
     sizes: list[ImageSize] | None
@@ -256,8 +243,7 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
         run.verify_evaluations({**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights})
     if held_out is not None and config.target.val_loss is not None:
         check_validations(run.folder, run.progress.batch, config.validation.identity_of(held_out))
-    graphs = speed.GraphCounter(config.compile != "off")
-    return Networks(config, model, scorer, cost, graphs, stages, sizes, held_out, identity)
+    return Networks(config, model, scorer, cost, stages, sizes, held_out, identity)
 
 
 def place(model: LatentDiffusion, config: RunConfig, device: torch.device, num_sizes: int) -> None:
@@ -282,8 +268,6 @@ def build_batches(config: RunConfig, networks: Networks, at: Progress, all_ready
         stages=networks.stages,
         all_ready=all_ready,
     )
-    if config.copy_stream:
-        data.batch_transforms = CopyStream(networks.model.device)
     assert isinstance(data.dataloader, Loader | SyntheticBatches)
     if at.batch:
         data.dataloader.resume(at.epoch, at.batch_in_epoch, config.global_batch_size)
@@ -322,7 +306,7 @@ def build_trainer(
     data: DataSpec,
     learning: Learning,
     record: RunRecord,
-    callbacks: Sequence[Callback],
+    callbacks: Sequence[Callback | None],
     logged: WandbMode,
 ) -> Trainer:
     """Build Composer's Trainer, or the one that does not wait for losses."""
@@ -339,7 +323,7 @@ def build_trainer(
         step_schedulers_every_batch=True,
         spin_dataloaders=False,  # the loader has been told where to begin
         algorithms=[] if learning.average is None else [learning.average],
-        callbacks=list(callbacks),
+        callbacks=[callback for callback in callbacks if callback is not None],
         loggers=build_loggers(config.loggers, config.run_name, record.run_id, record.folder, logged),
         progress_bar=config.loggers.progress_bar,
         device=device,
@@ -386,7 +370,7 @@ def show(config: RunConfig) -> int:
     return 0
 
 
-@command(__doc__, needs_words=False, more_help=lambda: overview(RunConfig, ALIASES))
+@command(__doc__, needs_words=False)
 def main(argv: Sequence[str], began: float | None = None) -> int:
     """Read the configuration, run it, print the result line last; rank 0 speaks for all.
 

@@ -286,24 +286,17 @@ def _merged(tree: Any, values: Sequence[tuple[Assignment, Any]]) -> Any:
 def _lay(tree: Any, values: Sequence[tuple[Assignment, Any]]) -> tuple[Any, list[Assignment]]:
     """Lay values over the structured config, whose typing is OmegaConf's; return it and the values that do not fit.
 
-    As many at once as name different keys, since each merge copies the whole config; one by one only where one does not fit.
+    All at once, since each merge copies the whole config; one by one only where one does not fit.
     """
-    misfits, begin = [], 0
-    while begin < len(values):
-        seen: set[str] = set()
-        end = begin
-        while end < len(values) and values[end][0].key not in seen:
-            seen.add(values[end][0].key)
-            end += 1
-        try:
-            tree = _merged(tree, values[begin:end])
-        except Exception:  # of a dozen classes; the key's type says better what is wrong
-            for one in values[begin:end]:
-                try:
-                    tree = _merged(tree, [one])
-                except Exception:
-                    misfits.append(one[0])
-        begin = end
+    misfits = []
+    try:
+        return _merged(tree, values), []
+    except Exception:  # of a dozen classes; the key's type says better what is wrong
+        for one in values:
+            try:
+                tree = _merged(tree, [one])
+            except Exception:
+                misfits.append(one[0])
     return tree, misfits
 
 

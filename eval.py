@@ -7,7 +7,7 @@
     composer -n 8 eval.py checkpoints/stable-diffusion-2-base eval.prompts=... out=published     # a diffusers folder
     composer -n 8 eval.py 512-base-ema.ckpt eval.prompts=... out=published                       # an LDM file
     composer eval.py samples/ eval.prompts=val2014_30k.tsv eval.clip=... out=scores              # a folder of images
-    composer eval.py runs/NAME images=look prompts='[a red circle, "a cat, asleep"]'   # -> look/*.png, look/sheet.png
+    composer eval.py runs/NAME images=look prompts='[a red circle, "a cat, asleep"]'   # -> look/*.png
     composer eval.py runs/NAME images=look prompts=captions.txt images_per_prompt=4    # of a file, with four seeds
 
 A run is scored with its own configuration. Keys that a score depends on can be given anew (eval.*, target.*, precision,
@@ -189,9 +189,7 @@ def evaluate(command: CommandLine) -> None:
         rows += score(config, place, table, on)
         folder = table.path.parent
     with ranks.stopping_together():
-        if dist.get_global_rank() == 0 and draws:
-            print(f"written: {pictures.write_sheet(Path(str(configs[0].images)).expanduser())}", flush=True)
-        elif dist.get_global_rank() == 0:
+        if dist.get_global_rank() == 0 and not draws:
             draw(rows, folder, configs[0])
 
 

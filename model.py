@@ -45,7 +45,7 @@ from zoo.spec import Family
 # Latent places (B h w) that the VAE decodes in one call: 16 images of SD2 at 512 px. A tensor of its last block takes 128 MiB
 # per image (256 x 512 x 512 in two bytes), a latent only 64 KiB. More would let decoding limit the sampler's batch.
 DECODE_PLACES = 16 * 64 * 64
-AUTOCAST_DTYPES = {"fp16": torch.float16, **dict.fromkeys(("bf16", "bf16_params", "fp8"), torch.bfloat16)}
+AUTOCAST_DTYPES = {"fp16": torch.float16, **dict.fromkeys(("bf16", "bf16_params"), torch.bfloat16)}
 
 
 def normalize_images(images: Tensor, normalize: str) -> Tensor:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from composer import Logger, State
@@ -19,9 +19,6 @@ from torch import Tensor
 
 from record.checkpoint_files import FULL, listed
 from record.metric_names import alert
-
-if TYPE_CHECKING:
-    from callbacks.stream_losses import StreamLosses
 
 TOTAL = "loss/train/total"
 
@@ -65,6 +62,52 @@ class AsyncLosses:
             total, own = here.tolist()
             taken.append(Loss(batch, total / dist.get_world_size(), own))
         return taken
+
+
+class StreamLosses:
+    """Samples and losses of each of several streams (data.streams), over all ranks, since the last window's end.
+
+    The sums stay on the device until a window or a checkpoint needs them, so that no batch waits.
+
+    Args:
+        names: of the streams, in their order.
+        device: of the model; what ranks share lies there, since NCCL takes nothing else.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device):
+        self.names, self.device = list(names), device
+        self.sums = self._nothing()
+        """(S, 2) float64, a row a stream: samples, and the sum of their losses; of all ranks, as of the last `settle`."""
+        self._own: Tensor | None = None  # (S, 2) float64: of this rank since then, on the device
+
+    def _nothing(self) -> Tensor:
+        return torch.zeros(len(self.names), 2, dtype=torch.float64)
+
+    def add(self, losses: Tensor, batch: Mapping[str, Tensor]) -> None:
+        """Count a microbatch. `losses`: (B,), of its samples; the batch's `stream`: (B,), the number of each one's stream."""
+        if "stream" not in batch:  # a batch that is only measured
+            return
+        each = torch.stack([torch.ones_like(losses), losses.detach()], dim=1).double()  # (B, 2)
+        numbers = torch.arange(len(self.names), device=losses.device)
+        own = (batch["stream"].to(losses.device) == numbers[:, None]).double() @ each  # (S, B) @ (B, 2)
+        self._own = own if self._own is None else self._own + own
+
+    def settle(self) -> None:
+        """Add what all ranks have counted. All ranks call it."""
+        own = self._nothing().to(self.device) if self._own is None else self._own
+        dist.all_reduce(own, reduce_operation="SUM")
+        self.sums, self._own = self.sums + own.cpu(), None
+
+    def restart(self) -> None:
+        """Begin a new window."""
+        self.sums, self._own = self._nothing(), None
+
+    def line(self) -> dict[str, dict[str, Any]]:
+        """Return each stream's samples and mean loss; null for one without samples."""
+        return {
+            name: {"samples": int(num), "loss": total / num if num else None}
+            for name, (num, total) in zip(self.names, self.sums.tolist(), strict=True)
+        }
 
 
 class Losses:

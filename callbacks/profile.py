@@ -56,17 +56,11 @@ class ProfileConfig:
             warmup_batches: measure.warmup_batches.
         """
         if self.start_batch is not None and not self.batches:
-            return [
-                ("profile.start_batch", f"{self.start_batch}, but profile.batches=0. Say how many: profile.batches=3.")
-            ]
-        last = self.first(warmup_batches) + self.batches
-        if self.batches and num_batches is not None and last > num_batches:
-            given = (
-                f"{self.batches} after {last - self.batches} would be recorded, but the run has {num_batches} batches"
-            )
-            return [
-                ("profile.batches", f"{given}. Lower profile.batches or profile.start_batch, or raise max_duration.")
-            ]
+            return [("profile.start_batch", f"{self.start_batch}, but profile.batches=0. Say profile.batches=3.")]
+        first = self.first(warmup_batches)
+        if self.batches and num_batches is not None and first + self.batches > num_batches:
+            given = f"{self.batches} after {first}, but the run has {num_batches} batches"
+            return [("profile.batches", f"{given}. Lower it or profile.start_batch, or raise max_duration.")]
         return []
 
 

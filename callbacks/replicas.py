@@ -30,18 +30,14 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def digest(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the digests of some tensors, (num_tensors,) int64 on the CPU. Waits for the device once."""
-    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for number, tensor in enumerate(tensors):
+    """Return the digests of some tensors, (num_tensors,) int64 on the CPU."""
+    sums = []
+    for tensor in tensors:
         own = part(tensor.detach())
         # A view needs memory in a row; NHWC weights are in a row in another order, which is no matter for a sum.
         row = torch.as_strided(own, (own.numel(),), (1,)) if _is_dense(own) else own.contiguous().view(-1)
-        bits = row.view(INTEGERS[row.element_size()])
-        by_device.setdefault(own.device, []).append((number, bits.sum(dtype=torch.int64)))
-    found = torch.zeros(len(tensors), dtype=torch.int64)
-    for sums in by_device.values():
-        found[[number for number, _ in sums]] = torch.stack([value for _, value in sums]).cpu()
-    return found
+        sums.append(row.view(INTEGERS[row.element_size()]).sum(dtype=torch.int64))
+    return torch.tensor([int(each) for each in sums], dtype=torch.int64)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -101,7 +97,7 @@ class Replicas(Callback):
         own = digest(list(named.values()))
         short = hashlib.sha256(own.numpy().tobytes()).digest()[:8]
         if len({*_copies(self._gather(short), self.ranks_of_a_copy)}) > 1:
-            whole = _copies(self._gather(own.tolist()), self.ranks_of_a_copy)
+            whole = _copies([tuple(each) for each in self._gather(own.tolist())], self.ranks_of_a_copy)
             self._stop(whole, list(named))
         self.agreed_at = self._batch
 
@@ -136,9 +132,4 @@ class Replicas(Callback):
 
 def _copies(of_ranks: Sequence[Any], ranks_of_a_copy: int) -> list[tuple[Any, ...]]:
     """Return what the ranks hold by copies: of each copy, what its ranks hold in their order."""
-    found = [_hashable(each) for each in of_ranks]
-    return [tuple(found[at : at + ranks_of_a_copy]) for at in range(0, len(found), ranks_of_a_copy)]
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return [tuple(of_ranks[at : at + ranks_of_a_copy]) for at in range(0, len(of_ranks), ranks_of_a_copy)]

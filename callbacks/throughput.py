@@ -10,7 +10,7 @@ measuring does not slow training. Windows end at the same batches in every start
 of a start's first `measure.warmup_batches` batches and no batch recorded by the profiler. A run's speed is the median over
 its measured windows, reported with minimum and maximum. On several ranks, each clock of a window is the slowest rank's, so
 images_per_sec is rather too low than too high. Which rank that is, these clocks cannot say: all wait for it in each step.
-A window also names the rank that took longest over its own work (callbacks/own_clocks.py).
+A window also names the rank that took longest over its own work (training/health.py).
 
 images_per_sec_wall is the run's overall speed: all its images over all four clocks of all its starts, on rank 0. The clocks
 run from the first start's first wait for data to the last checkpoint or evaluation. In later starts they run from the
@@ -38,7 +38,7 @@ from cli.limits import limited
 
 CLOCKS = ("train", "data_wait", "eval", "other")
 OWN = ("forward", "data")
-"""What a rank does for itself, before it waits for the others: see callbacks/own_clocks.py."""
+"""What a rank does for itself, before it waits for the others: see training/health.py."""
 
 # Peak TFLOP/s of dense matrix products, by the name that torch.cuda.get_device_name() gives: NVIDIA's and AMD's data sheets,
 # without sparsity. Not measured here. A name that is not in the table has no peak: an H100 NVL has five sixths of an H100's.

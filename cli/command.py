@@ -14,21 +14,19 @@ from typing import NoReturn
 from cli import interrupts, masking
 from cli.errors import ConfigError, Failed, Refused
 from cli.log import EVERY_RANK, log
-from cli.private_api import PrivateAPIMissing, check_private_api
 
 FIRST_SEC = 30.0  # that a machine's other ranks leave to its first one: it may be long in reading what they have read
 LEAVE_SEC = 15.0  # for what loggers and libraries do at a process's exit after a signal: some wait for a network
 
 
 def command(
-    text: str | None, *, needs_words: bool = True, more_help: Callable[[], str] = str, keeps_secrets: bool = False
+    text: str | None, *, needs_words: bool = True, keeps_secrets: bool = False
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Make a function of argv a command: it prints `text` where help is asked for, and says what it refuses.
 
     Args:
         text: the head of its file.
         needs_words: without any it prints `text` too, and its exit code is 2.
-        more_help: makes what --help prints after `text`.
         keeps_secrets: its words are for another command, and keep the passwords in their addresses.
     """
 
@@ -36,10 +34,9 @@ def command(
         @functools.wraps(main)
         def run(argv: Sequence[str], **more: object) -> int:
             if {"-h", "--help"} & set(argv) or (needs_words and not argv):
-                print(f"{text}{more_help()}")
+                print(text)
                 return 0 if argv else 2
             try:
-                check_private_api()
                 words, warnings = (argv, []) if keeps_secrets else masking.take_secrets_out(argv)
                 for warning in warnings:
                     log.warning(warning)
@@ -47,7 +44,7 @@ def command(
             except Failed as error:
                 log.error(error, extra=EVERY_RANK)
                 return 1
-            except (ConfigError, Refused, PrivateAPIMissing) as error:
+            except (ConfigError, Refused) as error:
                 let_first_leave()  # it refuses the same
                 log.error(error, extra=EVERY_RANK)
                 return 2
@@ -79,8 +76,7 @@ def start(main: Callable[[list[str]], int]) -> NoReturn:
         interrupts.say()
         code = interrupts.CODE
     sys.stdout.flush()
-    interrupts.end(code)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # stays so while the interpreter goes down; a handler would not
     if code > 128:
         threading.Thread(target=lambda: (time.sleep(LEAVE_SEC), os._exit(code)), daemon=True).start()

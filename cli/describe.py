@@ -12,7 +12,6 @@ A page says where a table goes, and of which dataclass:
     <!-- end of rows -->
 
 What lies between the marks is replaced. What a key means is the text under its field in the code.
-Exit code: 0, or 2 where a page or a dataclass is not there.
 """
 
 from __future__ import annotations
@@ -27,14 +26,12 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cli.command import command
-from cli.command_line import Alias
-from cli.errors import Refused
 from cli.files import write_whole
 from cli.limits import type_hints
 
@@ -158,31 +155,6 @@ def page_of(schema: type, own: bool = False) -> str:
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
-def overview(schema: type, aliases: Mapping[str, Alias]) -> str:
-    """Return a command's flags, keys without a section and sections, for a terminal of 100 columns and more."""
-    flags = [
-        (f"--{name}{'' if alias.bare else ' VALUE'}", alias.key + (f"={alias.bare}" if alias.bare else ""))
-        for name, alias in aliases.items()
-    ]
-    entries = list(keys_of(schema))
-    keys = [(entry.name, entry.text) for entry in entries if isinstance(entry, Key) and "." not in entry.name]
-    sections = [
-        (f"{entry[0]}.", " ".join((inspect.getdoc(entry[1]) or "").split("\n\n")[0].split()))
-        for entry in entries
-        if not isinstance(entry, Key)
-    ]
-    heads = ("flags, and the keys that they stand for", "keys", "sections (docs/configuration.md has their keys)")
-    parts = []
-    for head, rows in zip(heads, (flags, keys, sections), strict=True):
-        width = max(len(name) for name, _ in rows) + 2
-        lines = (
-            textwrap.fill(f"{name:<{width}}{text}", 120, initial_indent="    ", subsequent_indent=" " * (width + 4))
-            for name, text in rows
-        )
-        parts.append("\n".join([f"{head}:", *lines]))
-    return "\n" + "\n\n".join(parts)
-
-
 def rows_of(entries: Sequence[Any]) -> str:
     """Return a table of some dataclasses of one kind; what each begins with is a name."""
     heads = [field.name for field in dataclasses.fields(entries[0])]
@@ -191,16 +163,12 @@ def rows_of(entries: Sequence[Any]) -> str:
 
 
 def _named(name: str) -> Any:
-    """Return what is called so. Raises ValueError: there is no such class, or other object."""
     module, _, last = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), last)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name}: there is no such class. Possible: MODULE.CLASS. {error}") from error
+    return getattr(importlib.import_module(module), last)
 
 
 def described(text: str) -> str:
-    """Return a page with its tables made anew. Raises ValueError: there is no such class."""
+    """Return a page with its tables made anew."""
 
     def block(found: re.Match[str]) -> str:
         return found[1] + page_of(_named(found[3]), own=bool(found[2])) + found[4]
@@ -212,12 +180,9 @@ def described(text: str) -> str:
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    try:
-        pages = {path: (before := path.read_text(), described(before)) for path in map(Path, argv)}
-    except (OSError, ValueError) as error:
-        raise Refused(str(error)) from error
-    for path, (before, after) in pages.items():
-        if after != before:
+    for path in map(Path, argv):
+        before = path.read_text()
+        if (after := described(before)) != before:
             write_whole(path, after)
             print(f"written: {path}")
     return 0

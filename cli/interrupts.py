@@ -1,15 +1,14 @@
-"""Ctrl-C (SIGINT): the line that a command prints, its exit code 130, and the second one, which ends a process at once.
+"""Ctrl-C (SIGINT): the line that a command prints, and its exit code 130; the second one ends a process at once.
 
 A terminal sends SIGINT to a whole job: the launcher, all ranks and their workers. The first one is handled like any signal,
 by a handler that ends the command or notes it (cli/ranks.py). Python runs handlers in the main thread alone, which may be
-in C++ code for long. So a thread here ends the process at the second one, and at the first one during imports.
+in C++ code for long. So a thread ends the process at the second one.
 
 Nothing here takes long to import, so that a command has its line while it imports its libraries.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import signal
@@ -24,40 +23,44 @@ from cli.log import log
 CODE = 128 + signal.SIGINT
 
 _text = "Interrupted. The same command starts it again."
-_at_once: int | None = None  # the exit code with which the next SIGINT ends this process; None: the second one does
+_is_begun = False
 _pipe: list[int] = []
-_leaving = threading.RLock()  # a handler may interrupt who has it
 
 
 def told(text: str) -> None:
     """From here on an interrupt ends this process with this line: at once until `begin`, then as a handler does it."""
-    global _text, _at_once
-    _text, _at_once = text, CODE
-    _listen()
+    global _text
+    _text = text
+    signal.signal(signal.SIGINT, _unwind)
 
 
 def begin() -> None:
-    """A command's work begins: the first SIGINT unwinds it, or is noted by who replaces the handler; the second ends it."""
-    global _at_once
-    _at_once = None
-    _listen()
+    """Start a command's work: the first SIGINT unwinds it, or is noted by who replaces the handler; the second ends it."""
+    global _is_begun
+    _is_begun = True
+    signal.signal(signal.SIGINT, _unwind)  # again where Composer has put its own in the place
+    if not _pipe:
+        _pipe[:] = os.pipe()
+        os.set_blocking(_pipe[1], False)
+        signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+        threading.Thread(target=_end_at_the_second, daemon=True).start()
+        os.register_at_fork(after_in_child=_ignore)
+
+
+def _end_at_the_second() -> None:
+    num = 0
+    while num < 2:
+        num += os.read(_pipe[0], 512).count(signal.SIGINT)
+    os._exit(CODE)
 
 
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
-    """Let a SIGINT end this process at once, with its line: the main thread waits in C++ code, and nothing is to be saved."""
-    global _at_once
-    before, _at_once = _at_once, CODE
+    """Let SIGTERM and SIGINT end this process at once: the main thread waits in C++ code, and nothing is to be saved."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
-    _at_once = before
-
-
-def end(code: int) -> None:
-    """A command's work is done: a SIGINT ends what is left of the process, with the command's own exit code."""
-    global _at_once
-    _at_once = code
-    with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGINT, lambda number, frame: None)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def say() -> None:
@@ -65,49 +68,13 @@ def say() -> None:
     log.error(_text)
 
 
-def _listen() -> None:
-    signal.signal(signal.SIGINT, _unwind)  # again where Composer has put its own in the place
-    if not _pipe:
-        _pipe[:] = os.pipe()
-        for end in _pipe:
-            os.set_blocking(end, end == _pipe[0])
-        signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
-        thread = threading.Thread(target=_count, daemon=True)
-        thread.start()
-        atexit.register(_settle, thread)
-        os.register_at_fork(after_in_child=_ignore)
-
-
 def _unwind(number: int, frame: FrameType | None) -> NoReturn:
-    if _at_once is not None:
-        _leave()
+    if not _is_begun:
+        say()
+        os._exit(CODE)
     # Composer's launcher sends SIGTERM next, which would change the exit code. If it is here, Python complains of SIG_IGN.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     sys.exit(CODE)
-
-
-def _count() -> None:
-    """End this process at the second SIGINT, or at the first one where nothing has begun or all is done."""
-    num, numbers = 0, b""
-    while 0 not in numbers:
-        numbers = os.read(_pipe[0], 512)
-        num += numbers.count(signal.SIGINT)
-        if num > 1 or (signal.SIGINT in numbers and _at_once is not None):
-            _leave()
-
-
-def _leave() -> NoReturn:
-    with _leaving:
-        if _at_once == CODE:
-            say()
-        os._exit(CODE if _at_once is None else _at_once)
-
-
-def _settle(thread: threading.Thread) -> None:
-    """At exit let the thread handle what came before: the main thread may leave by another handler of the same SIGINT."""
-    with contextlib.suppress(OSError):
-        os.write(_pipe[1], b"\0")
-        thread.join(1.0)
 
 
 def _ignore() -> None:

@@ -13,14 +13,12 @@ import contextlib
 import datetime
 import json
 import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch.distributed
 from composer.utils import dist
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from composer.devices import Device
 
 MEET_SEC = 600.0  # of a machine that comes late: its container may have to be fetched
-RESOLVE_SEC = 30.0  # a cluster's names may come up after its machines
 ANSWER_SEC = 60.0  # of a store that has taken a connection: many thousand ranks may come to it at once
 CONNECT_SEC = 5.0
 SAY_SEC = 30.0
@@ -43,6 +40,8 @@ AGAIN_SEC = 2.0  # between two tries to reach rank 0
 MOST_NAMED = 8  # ranks in a message
 
 _hosts: list[str] = []
+_own: list[TCPStore] = []
+"""Rank 0's store, which lives as long as the process."""
 
 
 def hosts() -> list[str]:
@@ -70,7 +69,7 @@ def meet(device: Device, timeout_sec: float, limit_sec: float = MEET_SEC, *, key
         Failed: a rank has not come.
     """
     if dist.get_world_size() > 1 and not torch.distributed.is_initialized():
-        with _ended_by_sigterm(), interrupts.at_once():
+        with interrupts.at_once():
             more = f", or give {key} more" if key else ""
             store = _open_store(limit_sec, more)
             _check_in(store, limit_sec, more)
@@ -84,14 +83,6 @@ def meet(device: Device, timeout_sec: float, limit_sec: float = MEET_SEC, *, key
                     timeout=datetime.timedelta(seconds=timeout_sec),
                 )
     dist.initialize_dist(device, timeout=timeout_sec)  # of one rank; of several it compares the backend
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process: a handler would not be called where it waits in C++ code."""
-    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager
@@ -117,60 +108,36 @@ def _open_store(limit_sec: float, more: str) -> TCPStore:
         given = f"MASTER_ADDR and MASTER_PORT: '{host}' and '{port}'"
         ways = "composer --master_addr HOST --master_port PORT sets both"
         raise ConfigError([f"{given}, for {dist.get_world_size()} ranks. A name and a port from 1 to 65535; {ways}."])
-    _resolve(host, int(port), limit_sec)
     # torchrun's agent has the store, and stays with it when its ranks are started again.
     if dist.get_global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _check_port(int(port))
-        return _open_own(host, int(port), limit_sec)
-    if reason := _reach(host, int(port), limit_sec):
-        given = f"MASTER_ADDR: nothing answers at {host}:{port} ({reason}) for {limit_sec:g} s, as {_self()} sees it"
-        raise Failed(f"{given}: rank 0 has not come. Start it with this address and port, let the port through{more}.")
+        limit, num = datetime.timedelta(seconds=limit_sec), dist.get_world_size()
+        _own.append(TCPStore("127.0.0.1", int(port), num, is_master=True, wait_for_workers=False, timeout=limit))
+        if _is_here(host):
+            return _own[-1]
+        # Else the address leads here by a network before this machine, or to another rank 0, which is told of this one.
+    _reach(host, int(port), limit_sec, more)
     return _connected(host, int(port), limit_sec)
-
-
-def _open_own(host: str, port: int, limit_sec: float) -> TCPStore:
-    """Open the store of rank 0, whose address may be that of a network before it: a service, or a translated one.
-
-    Raises:
-        ConfigError: the address is not this machine's, and nothing has answered there for half a minute.
-        Failed: the same on Kubernetes, for `limit_sec`: the name of a pod may lead to the one before it for a while.
-    """
-    if _is_here(host):
-        return _connected(host, port, limit_sec, is_owner=True)
-    own = _connected("127.0.0.1", port, limit_sec, is_owner=True)
-    mark = f"easel/own/{socket.gethostname()}/{os.getpid()}"
-    own.set(mark, "")
-    is_pod = "KUBERNETES_SERVICE_HOST" in os.environ
-    limit_sec = limit_sec if is_pod else min(RESOLVE_SEC, limit_sec)
-    if reason := _reach(host, port, limit_sec):
-        given = f"MASTER_ADDR: '{host}' leads to another machine than {socket.gethostname()}, which has rank 0"
-        seen = f"nothing answers at {host}:{port} ({reason}) for {limit_sec:g} s"
-        ways = "If rank 0 is on the other one, give this one its own NODE_RANK (composer --node_rank)"
-        said = f"{given}, and {seen}. Give an address of this machine. {ways}."
-        raise Failed(said) if is_pod else ConfigError([said])
-    there = _connected(host, port, limit_sec)
-    return own if there.check([mark]) else there  # another rank 0's, which is told that this one came too
 
 
 def _is_here(host: str) -> bool:
     """True where a name leads to an address of this machine."""
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as one:
-            one.bind(address)
-            return True
-    return False
+    try:
+        socket.create_server((socket.gethostbyname(host), 0)).close()
+    except OSError:
+        return False
+    return True
 
 
-def _connected(host: str, port: int, limit_sec: float, *, is_owner: bool = False) -> TCPStore:
-    """Build the store, in a thread: torch waits without an end for the first word of one that listens and says nothing."""
+def _connected(host: str, port: int, limit_sec: float) -> TCPStore:
+    """Connect to rank 0's store, in a thread: torch waits without an end for one that listens and says nothing."""
     answer_sec = min(limit_sec, ANSWER_SEC)
     built: list[TCPStore | RuntimeError] = []
 
     def build() -> None:
         limit = datetime.timedelta(seconds=answer_sec)
-        num = dist.get_world_size()
         try:
-            built.append(TCPStore(host, port, num, is_master=is_owner, wait_for_workers=False, timeout=limit))
+            built.append(TCPStore(host, port, dist.get_world_size(), wait_for_workers=False, timeout=limit))
         except RuntimeError as error:
             built.append(error)
 
@@ -182,33 +149,9 @@ def _connected(host: str, port: int, limit_sec: float, *, is_owner: bool = False
         result.set_timeout(datetime.timedelta(seconds=limit_sec))
         return result
     reason = str(result).splitlines()[0]  # what follows are frames of C++
-    if is_owner:  # between our look and torch's another process was faster
-        raise Failed(f"MASTER_PORT: {host}:{port}: {reason}. Start again, with another port.")
     given = f"MASTER_PORT: what answers at {host}:{port} is not rank 0 ({reason}), as {_self()} sees it"
     why = "Something else holds the port there, or rank 0 has just ended"
     raise Failed(f"{given}. {why}. Start all machines again, with another port.")
-
-
-def _resolve(host: str, port: int, limit_sec: float) -> None:
-    """Ask for a name until it leads somewhere.
-
-    Raises:
-        ConfigError: it does not, for half a minute.
-        Failed: on Kubernetes, for `limit_sec`: the name of a pod comes with the pod, which may have to wait for its node.
-    """
-    is_pod, began = "KUBERNETES_SERVICE_HOST" in os.environ, time.monotonic()
-    limit_sec = limit_sec if is_pod else min(RESOLVE_SEC, limit_sec)
-    while True:
-        try:
-            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            return
-        except socket.gaierror as error:
-            if time.monotonic() - began >= limit_sec:
-                given = f"MASTER_ADDR: '{host}' does not resolve on {socket.gethostname()} ({error.strerror})"
-                ways = "Give rank 0's machine by a name or an address that every machine knows: composer --master_addr"
-                said = f"{given}, asked for {limit_sec:g} s. {ways}."
-                raise (Failed(said) if is_pod else ConfigError([said])) from error
-        time.sleep(1.0)
 
 
 def _check_port(port: int) -> None:
@@ -218,38 +161,33 @@ def _check_port(port: int) -> None:
         try:
             one.bind(("", port))  # does not listen: a rank that connected here would leave the port taken behind it
         except OSError as error:
-            by = _holder(port)
-            given = f"MASTER_PORT: {port} cannot be opened on {socket.gethostname()} ({error.strerror}{by})"
-            raise ConfigError(
-                [f"{given}. Rank 0 needs a free one: composer --master_port, the same everywhere."]
-            ) from error
+            given = f"MASTER_PORT: {port} cannot be opened on {socket.gethostname()} ({error.strerror})"
+            todo = "Rank 0 needs a free one: composer --master_port, the same everywhere"
+            raise ConfigError([f"{given}. {todo}."]) from error
 
 
-def _holder(port: int) -> str:
-    """Return by whom a port is held, in words, where this user may know."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid:
-                return f", by process {one.pid}, {psutil.Process(one.pid).name()}"
-    return ""
+def _reach(host: str, port: int, limit_sec: float, more: str) -> None:
+    """Wait for rank 0's store. A name may come up after its machine, as that of a pod does.
 
-
-def _reach(host: str, port: int, limit_sec: float) -> str | None:
-    """Wait for rank 0's store. Return why it cannot be reached, where it has not answered for `limit_sec`."""
+    Raises Failed: it has not answered for `limit_sec`.
+    """
     began = said_at = time.monotonic()
     while True:
         try:
             socket.create_connection((host, port), timeout=min(CONNECT_SEC, limit_sec)).close()
-            return None
+            return
         except OSError as error:
             now, reason = time.monotonic(), error.strerror or "no answer"
         if now - began > limit_sec:
-            return reason
+            given = (
+                f"MASTER_ADDR: nothing answers at {host}:{port} ({reason}) for {limit_sec:g} s, as {_self()} sees it"
+            )
+            ways = "Give all machines the address and port of rank 0's, and each its own composer --node_rank"
+            raise Failed(f"{given}. {ways}; let the port through{more}.")
         if now - said_at > SAY_SEC and dist.get_local_rank() == 0:
             said_at = now
-            log.info(
-                f"ranks: {now - began:.0f} s: {_self()} waits for rank 0 at {host}:{port} ({reason})", extra=EVERY_RANK
-            )
+            text = f"{_self()} waits for rank 0 at {host}:{port} ({reason})"
+            log.info(f"ranks: {now - began:.0f} s: {text}", extra=EVERY_RANK)
         time.sleep(AGAIN_SEC)
 
 
@@ -268,7 +206,7 @@ def _check_in(store: TCPStore, limit_sec: float, more: str) -> None:
     if came > 1:
         first = json.loads(met.get(str(rank)))["host"]
         given = f"RANK: {rank} came twice, from {first} and from {socket.gethostname()}"
-        _refuse(met, f"{given}. Give each machine its own composer --node_rank, from 0 on.")
+        _end(met, 2, f"{given}. Give each machine its own composer --node_rank, from 0 on.")
     here = {"host": socket.gethostname(), "of": num, "local": dist.get_local_world_size()}
     met.set(str(rank), json.dumps(here))
     if rank == 0:
@@ -284,7 +222,7 @@ def _compare_sizes(met: PrefixStore, at_first: Mapping[str, Any], at_other: Mapp
     if at_first["of"] != at_other["of"]:
         given = f"WORLD_SIZE: {at_first['of']} at rank 0 ({at_first['host']}), {at_other['of']} at rank {other}"
         ways = "All machines need the same: composer --world_size, the ranks of all machines together"
-        _refuse(met, f"{given} ({at_other['host']}). {ways}.")
+        _end(met, 2, f"{given} ({at_other['host']}). {ways}.")
 
 
 def _gather(met: PrefixStore, num: int, limit_sec: float, more: str) -> list[str]:
@@ -292,11 +230,9 @@ def _gather(met: PrefixStore, num: int, limit_sec: float, more: str) -> list[str
     missing, began, said_at = list(range(num)), time.monotonic(), time.monotonic()
     while missing := [rank for rank in missing if not met.check([str(rank)])]:
         _hear(met)
-        now, local = time.monotonic(), dist.get_local_world_size()
-        machines = sorted({rank // local for rank in missing})
-        said = (
-            f"{num - len(missing)} of {num} ranks are there; missing: {_listed(missing)} (machine {_listed(machines)})"
-        )
+        now = time.monotonic()
+        some = ", ".join(map(str, missing[:MOST_NAMED])) + (" and more" if len(missing) > MOST_NAMED else "")
+        said = f"{num - len(missing)} of {num} ranks are there; missing: {some}"
         if now - began > limit_sec:
             text = f"ranks: after {limit_sec:g} s {said}. Start every machine with this MASTER_ADDR and MASTER_PORT"
             _end(met, 1, f"{text}{more}.")
@@ -308,11 +244,6 @@ def _gather(met: PrefixStore, num: int, limit_sec: float, more: str) -> list[str
     for rank, each in enumerate(there):
         _compare_sizes(met, there[0], each, rank)
     return [each["host"] for each in there]
-
-
-def _listed(numbers: list[int]) -> str:
-    some = ", ".join(map(str, numbers[:MOST_NAMED]))
-    return some + (f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else "")
 
 
 def _awaited(met: PrefixStore, key: str, limit_sec: float) -> bytes:
@@ -335,10 +266,6 @@ def _hear(met: PrefixStore) -> None:
         code, text = met.get("ended").decode().split(" ", 1)
         time.sleep(TELL_SEC if dist.get_global_rank() == 0 else 0.0)  # the store is rank 0's
         raise ConfigError([text]) if code == "2" else Failed(text)
-
-
-def _refuse(met: PrefixStore, text: str) -> None:
-    _end(met, 2, text)
 
 
 def _end(met: PrefixStore, code: int, text: str) -> None:

@@ -1,10 +1,9 @@
-"""Private names of libraries that this code relies on: each declared once, beside its use, and all compared at the start.
+"""Private names of libraries that this code relies on: each declared once, beside its use, and compared when it is loaded.
 
     require_private_api(StreamingDataset, "_get_work", "_shard_states", why="an epoch is read by batches")
 
-A declaration only notes what is missing, and `@command` calls `check_private_api` before it reads its words: so a new release
-fails at once, with one line that names all that it lacks. A module that a command loads later has its names compared while it
-is loaded. A library that a run does not load is not loaded for this.
+So a new release that lacks one ends a command at once, with one line and exit code 2. A library that a run does not load is
+not loaded for this.
 """
 
 from __future__ import annotations
@@ -12,35 +11,26 @@ from __future__ import annotations
 import dis
 import importlib
 import inspect
-import platform
-import threading
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
+from cli.log import EVERY_RANK, log
+
 DECLARED: dict[str, set[str]] = defaultdict(set)
 """Owner -> its names that were declared."""
-_missing: dict[str, list[str]] = {}
-"""Library, with its version -> what it lacks."""
-_begun = threading.Event()
-
-
-class PrivateAPIMissing(ImportError):
-    """A library has changed inside."""
 
 
 def require_private_api(owner: Any, *names: str, why: str) -> None:
-    """Declare names that are private to a library.
+    """Declare names that are private to a library. Ends the process with exit code 2 where one is missing.
 
     Args:
         owner: a class, an object, or the name of a module.
         names: of it; `_Iterator.total` is of its `_Iterator`. What only an instance has counts as there where a method of
             the class, or of a class that it comes from, sets it.
         why: what it is used for.
-
-    Raises:
-        PrivateAPIMissing: a name is missing, and the command has begun.
     """
     where = owner if isinstance(owner, str) else f"{_module_of(owner)}.{getattr(owner, '__qualname__', '')}".strip(".")
     DECLARED[where] |= set(names)
@@ -50,19 +40,12 @@ def require_private_api(owner: Any, *names: str, why: str) -> None:
     except ImportError:
         lacking = list(names)
     if lacking:
-        _missing.setdefault(_library(where), []).append(f"{', '.join(lacking)} of {where} ({why})")
-        if _begun.is_set():
-            check_private_api()
-
-
-def check_private_api() -> None:
-    """Raise PrivateAPIMissing where anything that has been declared is missing; from now on a declaration does so itself."""
-    _begun.set()
-    if _missing:
-        given = "; ".join(f"{library} has no {', no '.join(texts)}" for library, texts in _missing.items())
+        packages = metadata.packages_distributions().get(where.split(".")[0], [])
+        library = " ".join(f"{name} {metadata.version(name)}" for name in packages[:1]) or "Python"
+        given = f"libraries: {library} has no {', '.join(lacking)} of {where} ({why})"
         possible = "Possible: the versions of requirements.lock or requirements/newest.lock"
-        todo = f"{possible}. Install one: pip install --no-deps -r LOCK"
-        raise PrivateAPIMissing(f"libraries: {given}. {todo}")
+        log.error(f"{given}. {possible}. Install one: pip install --no-deps -r LOCK", extra=EVERY_RANK)
+        sys.exit(2)
 
 
 def has(owner: Any, name: str) -> bool:
@@ -87,11 +70,3 @@ def _set_by(kind: type) -> Iterator[str]:
 
 def _module_of(owner: Any) -> str:
     return owner.__name__ if inspect.ismodule(owner) else getattr(owner, "__module__", None) or type(owner).__module__
-
-
-def _library(where: str) -> str:
-    """Return the distribution that a name is of, with its version; Python where it is the standard library's."""
-    package = where.split(".")[0]
-    for name in metadata.packages_distributions().get(package, []):
-        return f"{name} {metadata.version(name)}"
-    return f"Python {platform.python_version()}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import mmap
 import os
 import pickle
 import signal
@@ -38,7 +37,6 @@ STAY_SEC = 3 * POLL_SEC  # of the rank that failed: with rank 0 the store would 
 QUIET_SEC = 3.0  # for a thread that watches to end; longer where rank 0's store hangs
 ASK_SEC = 0.5  # between two looks for another rank's signal
 STALL_SEC = 1800.0  # without a piece of work done anywhere: a rank is lost, and the next collective says so
-ALIGNED = 64  # bytes, where an array begins
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 _watching: list[tuple[threading.Event, list[threading.Thread]]] = []
@@ -163,43 +161,34 @@ def on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
 
 
 def once_a_machine(work: Callable[[], Result]) -> Result:
-    """Let one rank of each machine do the work, and give its others the result, with one copy of numpy's arrays for all.
-
-    These lie in a file that the ranks map, and that has no name any more; they cannot be written.
+    """Let one rank of each machine do the work, and give its others the result by a file.
 
     Raises:
         ConfigError: on all ranks, what one of them has raised as a ValueError.
     """
     if dist.get_world_size() == 1:
         return work()
-    kept: list[tuple[str, list[int]]] = []
+    written: list[str] = []
 
-    def keep() -> None:
-        arrays: list[pickle.PickleBuffer] = []
-        parts = [pickle.dumps(work(), protocol=5, buffer_callback=arrays.append), *(one.raw() for one in arrays)]
+    def write() -> None:
+        result = work()
         try:
             with tempfile.NamedTemporaryFile(prefix="easel-", delete=False) as file:
-                kept.append((file.name, [len(part) for part in parts]))
-                for part in parts:
-                    file.write(part)
-                    file.write(bytes(-len(part) % ALIGNED))
+                written.append(file.name)
+                pickle.dump(result, file, protocol=5)
         except OSError as error:
-            raise ConfigError(
-                [f"{tempfile.gettempdir()} cannot be written: {error.strerror}. Make room there."]
-            ) from error
+            text = f"{tempfile.gettempdir()} cannot be written: {error.strerror}. Make room there."
+            raise ConfigError([text]) from error
 
     try:
-        on_one_rank_of_each_machine(keep)
-        path, sizes = dist.all_gather_object(kept)[dist.get_global_rank() - dist.get_local_rank()][0]
-        with open(path, "rb") as file:
-            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        on_one_rank_of_each_machine(write)
+        [path] = dist.all_gather_object(written)[dist.get_global_rank() - dist.get_local_rank()]
+        result = pickle.loads(Path(path).read_bytes())  # this machine's first rank has just written it
         dist.barrier()
     finally:
-        for name, _ in kept:
+        for name in written:
             Path(name).unlink(missing_ok=True)
-    begins = itertools.accumulate((size + -size % ALIGNED for size in sizes), initial=0)
-    head, *arrays = (mapped[begin : begin + size] for begin, size in zip(begins, sizes, strict=False))
-    return pickle.loads(head, buffers=arrays)  # this machine's first rank has just written it
+    return result
 
 
 def stopped(stop: SystemExit, more: str = "The same command starts it again.") -> int:

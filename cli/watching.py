@@ -5,31 +5,29 @@
     stalled    beats come, but no main thread gets on for stall_sec; the one that has come least far is behind
 
 Rank 0 reads the beats and tells all (cli/ranks.py). Rank 0 itself is lost where its store does not answer; then each of the
-others ends by itself. A process that was stopped with all others, as by `scontrol suspend`, begins to count anew.
+others ends by itself. A process that was stopped with all others, as by `scontrol suspend`, begins to count anew. A run of
+one rank watches itself for a stall in the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
-import os
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from composer.utils import dist
 
 from cli import meeting, ranks
 
 BEAT_SEC = 2.0
-FILE_SEC = 5.0  # between two writes of the heartbeat file
 LOST_SEC = 120.0  # no library keeps Python's lock for so long
 GUARD_SEC = 1.0
 SLEPT_SEC = 15.0  # a watch that was away for longer had been stopped itself
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Beat:
     batch: int
     """Batches of the run that are done."""
     phase: str
-    """One of start, train, waiting for data, evaluation, checkpoint, between batches, end; see callbacks/heartbeat.py."""
+    """One of start, train, waiting for data, evaluation, checkpoint, between batches, end; see training/health.py."""
     doing: str
     """The last event, in words."""
     sec: float
@@ -81,11 +79,6 @@ class Progress:
         return Beat(self.marks, self.batch, phase, self.doing, sec, may_stay, number, has_ended)
 
 
-def behind(beats: Mapping[int, Beat]) -> int:
-    """Return the rank that has come least far; of several the one that has been there longest."""
-    return min(beats, key=lambda rank: (beats[rank].marks, -beats[rank].sec, rank))
-
-
 def stall(beats: Mapping[int, Beat], limit_sec: float) -> str | None:
     """Return what is to be said of ranks that do not get on, or None: they do, or one of them may be long where it is."""
     live = {rank: beat for rank, beat in beats.items() if not beat.has_ended}
@@ -94,7 +87,7 @@ def stall(beats: Mapping[int, Beat], limit_sec: float) -> str | None:
     waited = max(beat.sec for beat in live.values())
     if waited <= limit_sec:
         return None
-    last = behind(live)
+    last = min(live, key=lambda rank: (live[rank].marks, -live[rank].sec, rank))  # the one that has come least far
     others = {rank: beat for rank, beat in live.items() if rank != last}
     if not others:
         return f"no progress for {waited:.0f} s: rank 0 is at {live[last].said()}"
@@ -109,31 +102,28 @@ class Watch:
     """Watches the ranks from threads, until `ranks.be_quiet`.
 
     Args:
-        stall_sec: see the head of this file; None: nothing is watched, the heartbeat is written all the same.
+        stall_sec: see the head of this file; None: nothing is watched.
     """
 
     def __init__(self, stall_sec: float | None):
         self.stall_sec = stall_sec
         self.lost_sec = None if stall_sec is None else min(stall_sec, LOST_SEC)
         self.progress = Progress()
-        self.file: Path | None = None
-        """Of the heartbeat; rank 0 writes it from when it is given."""
         self._rank = dist.get_global_rank()
         self._beats = {rank: self.progress.beat(0) for rank in range(dist.get_world_size())}
         self._changed = dict.fromkeys(self._beats, time.monotonic())  # rank -> when its beat last changed
         self._known: set[int] = set()  # ranks that have a beat in the store
         self._answered = time.monotonic()  # the store
-        self._ended = ""
 
     def begin(self) -> None:
         """Begin to watch; the ranks have met."""
+        if self.lost_sec is None:
+            return
         self._store = ranks.own_store()
-        works = [self._exchange if self._store is not None else self._watch_alone]
-        works += [self._guard] if self._rank and self.lost_sec is not None else []
-        works += [self._write] if self._rank == 0 else []
-        ranks.begin_watching(*works)
-
-    # --- beats ---
+        if self._store is None:
+            ranks.begin_watching(self._watch_alone)
+        else:
+            ranks.begin_watching(self._exchange, *([self._guard] if self._rank else []))
 
     def _exchange(self, quiet: threading.Event) -> None:
         """Tell the others where this rank is; rank 0 reads what they tell."""
@@ -150,9 +140,9 @@ class Watch:
                         self._changed = dict.fromkeys(self._changed, self._answered)
                     looked = self._answered
                     self._read(looked)
-                    if not self._ended and (text := self._verdict(looked)):
-                        self._ended = text
+                    if text := self._verdict(looked):
                         ranks.end_all_ranks(self._store, text)
+                        return
             self._store.set(f"beat/{self._rank}", json.dumps(asdict(self.progress.beat(number + 1, has_ended=True))))
 
     def _read(self, now: float) -> None:
@@ -169,16 +159,12 @@ class Watch:
         """Return why the run cannot go on, or None."""
         if self.stall_sec is None or self.lost_sec is None:
             return None
-        away = {
-            rank: now - at
-            for rank, at in self._changed.items()
-            if now - at > self.lost_sec and not self._beats[rank].has_ended
-        }
+        beats = self._beats
+        away = [rank for rank, at in self._changed.items() if now - at > self.lost_sec and not beats[rank].has_ended]
         if away:
-            first = min(away)
-            text = f"nothing heard of {meeting.named(sorted(away))} for {away[first]:.0f} s"
-            return _ending(f"{text}; last: {self._beats[first].said()}. It is stopped, dead or cut off")
-        text = stall(self._beats, self.stall_sec)
+            text = f"nothing heard of {meeting.named(away)} for {now - self._changed[away[0]]:.0f} s"
+            return _ending(f"{text}; last: {beats[away[0]].said()}. It is stopped, dead or cut off")
+        text = stall(beats, self.stall_sec)
         return None if text is None else _ending(text)
 
     def _guard(self, quiet: threading.Event) -> None:
@@ -197,60 +183,15 @@ class Watch:
 
     def _watch_alone(self, quiet: threading.Event) -> None:
         """The same for a run of one rank."""
-        looked, number = time.monotonic(), 0
+        assert self.stall_sec is not None
+        looked = time.monotonic()
         while not quiet.wait(BEAT_SEC):
-            now, number = time.monotonic(), number + 1
+            now = time.monotonic()
             if now - looked > SLEPT_SEC:
                 self.progress.tick()
             looked = now
-            self._beats = {0: self.progress.beat(number)}
-            if self.stall_sec is not None and (text := stall(self._beats, self.stall_sec)):
-                self._ended = _ending(text)
-                ranks.leave(self._ended, 1)
-
-    # --- the file ---
-
-    def _write(self, quiet: threading.Event) -> None:
-        """Write the heartbeat now and then: a slow disk holds up this thread alone."""
-        while not quiet.wait(FILE_SEC):
-            if self.file is not None:
-                self._put(self.file)
-
-    def put_last(self) -> None:
-        """Write the heartbeat of a run that has ended, if it was ever written."""
-        if self.file is not None and self.file.exists():
-            self._put(self.file)
-
-    def _put(self, file: Path) -> None:
-        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-        with contextlib.suppress(OSError):  # a full disk ends the run where something is lost
-            temporary.write_text(json.dumps(self.said(), indent=2) + "\n")
-            temporary.replace(file)
-
-    def said(self) -> dict[str, Any]:
-        """Return what the heartbeat file has."""
-        own, beats = self.progress.beat(0), {**self._beats}
-        found: dict[str, Any] = {
-            "schema": SCHEMA,
-            "unix_time": time.time(),
-            "pid": os.getpid(),
-            "host": meeting.hosts()[0],
-        }
-        found |= {
-            "ranks": dist.get_world_size(),
-            "batch": own.batch,
-            "phase": own.phase,
-            "doing": own.doing,
-            "sec": own.sec,
-        }
-        if len(beats) > 1 and own.phase != "end":
-            last = behind(beats)
-            found["behind"] = {"rank": last, "host": meeting.hosts()[last], **_of(beats[last])}
-        return found | ({"ended": self._ended} if self._ended else {})
-
-
-def _of(beat: Beat) -> dict[str, Any]:
-    return {key: getattr(beat, key) for key in ("batch", "phase", "doing", "sec")}
+            if text := stall({0: self.progress.beat(0)}, self.stall_sec):
+                ranks.leave(_ending(text), 1)
 
 
 def _ending(text: str) -> str:
@@ -259,7 +200,6 @@ def _ending(text: str) -> str:
 
 def dump_stacks(file: Path, limit_sec: float = 5.0) -> None:
     """Write where each thread of this process is; a disk that hangs is not waited for."""
-    import faulthandler
 
     def dump() -> None:
         with contextlib.suppress(OSError):

@@ -138,9 +138,6 @@ def _run_problems(config: RunConfig) -> list[Problem]:
 
 def _image_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Check what goes with images or with videos alone, and what with real data."""
-    if config.copy_stream and config.data.synthetic:
-        text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
-        yield "copy_stream", text
     if config.num_frames is not None and len(config.size) == 2:
         yield "num_frames", f"{config.num_frames}, but {config.model.family} makes images. Leave it out."
     if (family := _family(config)) is None:

@@ -31,7 +31,7 @@ OF_A_NUMBER = ("device_batch_size", WORK)
 """Keys of what is trained that follow from the number of devices, or are compared apart."""
 SETTINGS = (
     *("precision", "compile", "compile_mode", "cuda_graphs", "channels_last", "attention", "sharding"),
-    *("gradient_checkpointing", "async_loss", "copy_stream"),
+    *("gradient_checkpointing", "async_loss"),
 )
 """Settings that have to be the same in records of one configuration."""
 Links = tuple[str, str, int]

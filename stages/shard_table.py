@@ -1,7 +1,6 @@
 """The shards that an index.json lists, as arrays: about 100 bytes a shard, where the index's own objects take 3 kB.
 
-Arrays are shared by forked workers for good, and by the ranks of a machine (cli.ranks.once_a_machine): nothing counts
-references in them.
+Arrays are shared by forked workers for good: nothing counts references in them.
 """
 
 from __future__ import annotations

@@ -125,7 +125,6 @@ PART_1 = {
         "buckets",
         "cache_room",
         "checkpoints",
-        "copy_stream",
     ),
     *(
         "data",

@@ -22,11 +22,11 @@ import torch
 from composer.utils import dist
 
 import benchmark
-from callbacks.own_clocks import OwnClocks
 from cli.command import start
 from data import DataConfig
 from model import LatentDiffusion
 from training import agreement
+from training.health import OwnClocks
 
 SLOW_SEC = 0.5
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import benchmark
 from callbacks.gradient_norm import GradientNorm, total_norm
-from training import adamw, fp8
+from training import adamw
 from training.adamw import SMALL, SmallAdamW, rounded
 from training.optimizer import OptimizerConfig, build_optimizer
 
@@ -353,7 +353,7 @@ def test_what_contradicts_is_refused_by_name(monkeypatch):
             "precision=bf16_params, or leave it out.",
         )
     ]
-    monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(adamw.importlib.util, "find_spec", lambda name: None)
     [(key, text), (other, _)] = found("bf16", states="8bit", rounding="stochastic")
     assert (key, other) == ("optimizer.states", "optimizer.rounding")
     assert text.startswith("8bit needs torchao, which is not installed. pip install --no-deps torchao")

@@ -1,4 +1,4 @@
-"""training/adamw.py with moments in 8 bits, against torchao's own AdamW8bit. `make test-fp8` has torchao."""
+"""training/adamw.py with moments in 8 bits, against torchao's own AdamW8bit. `make test-8bit` has torchao."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from training.adamw import BLOCK, BYTES_OF_A_PIECE, NAMES, SMALL, scale_of
 from training.optimizer import OptimizerConfig, build_optimizer
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao: make test-fp8 has it"),
+    pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao: make test-8bit has it"),
     pytest.mark.timeout(120, func_only=True),
 ]
 SHAPES = ((64, 128), (16, 16, 4, 4), (50, 100), (1000,))

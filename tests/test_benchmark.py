@@ -358,7 +358,6 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
             ["--model_name", "sdxl"],
             f"command line: '--model_name sdxl' is not known. Known: {', '.join(sorted([*MODEL_NAMES, 'sd2']))}.",
         ),
-        (["precision=fp8"], "precision: fp8 needs a GPU. Possible on a CPU: fp32, bf16, bf16_params."),
         (
             ["mlperf.ruleset=6.0.0"],
             "mlperf.ruleset: 6.0.0 has no stable_diffusion, the benchmark of model.family=sd2. "

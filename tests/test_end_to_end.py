@@ -143,7 +143,7 @@ def test_wandb_whose_server_is_away_tensorboard_and_the_progress_bar(tmp_path):
     done = run("composer", "-n", "1", "benchmark.py", *TINY_RUN, *words, **away)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        f"loggers.wandb: http://127.0.0.1:1 cannot be reached (ConnectionError): logged offline. To send it later: wandb "
+        f"loggers.wandb: http://127.0.0.1:1 cannot be reached (ConnectionError): logged offline. Send it with wandb "
         f"sync {tmp_path}/logged/wandb/offline-run-*\n"
     ) in done.stderr
     assert "loss/train/total=" in done.stderr  # Composer's bar

@@ -30,7 +30,7 @@ FORBIDDEN_FOLDERS = {"runs", "checkpoints", "datasets", "samples", "cache", "wan
 FAMILIES = {"sd2", "shapes", "sdxl", "flux", "mochi", "hunyuan_video", "wan"}
 
 
-NARRATIVES, NARRATIVE_LINES = {"benchmark.py:train"}, 100
+NARRATIVES, NARRATIVE_LINES = {"benchmark.py:train"}, 90
 """Functions that tell a whole run in the order in which it happens, in paragraphs with headings."""
 
 

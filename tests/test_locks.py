@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 
-from training.fp8 import RELEASES
+from training.adamw import RELEASES
 
 LOCKS = ["requirements.lock", "requirements/newest.lock", "requirements/dev.lock", "requirements/clouds.lock"]
 VERSIONS = ["3.11", "3.12", "3.13"]

@@ -5,7 +5,6 @@ Whole runs are in tests/test_lora_runs.py.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -314,11 +313,6 @@ NONE = "lora.targets: no linear layer or convolution of the denoiser ends in"
             "32 of the layers have fewer than the rank: an adapter would be larger than they are. Possible: 1 to 16.",
         ),
         (
-            "lora.rank=4 precision=fp8",
-            "precision: fp8, but lora.rank=4: torchao replaces layers that have an adapter. Use precision=bf16, or leave "
-            "lora.rank out.",
-        ),
-        (
             "lora.rank=4 data.synthetic=false data.remote=gone",
             "model.denoiser: not given, but lora.rank=4: random weights are no base. Give the weights that are "
             "fine-tuned, or data.synthetic=true to measure speed.",
@@ -327,14 +321,3 @@ NONE = "lora.targets: no linear layer or convolution of the denoiser ends in"
 )
 def test_what_cannot_be_is_refused_with_what_can(words, said, capsys):
     assert said in refused(capsys, "data.synthetic=true", *words.split())
-
-
-@pytest.mark.usefixtures("quick_estimate")
-def test_without_peft_the_way_to_it_is_said(capsys, monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "peft" else find_spec(name, *more)
-    )
-    assert refused(capsys, "data.synthetic=true", "lora.rank=4") == [
-        "lora.rank: 4 needs peft, which is not installed. Install requirements.lock (make env), or leave lora.rank out."
-    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,15 +14,10 @@ from test_validation import held_out, made  # noqa: F401
 from wandb_file import offline
 from wandb_server import WandbServer
 
-import benchmark
-from callbacks import stalled_data
-from callbacks.stalled_data import StalledData
 from record.files import read_summary
 from record.metric_names import FILM, METRICS, SAMPLES, alert, as_sent, bins_named, row_of, streams_named
 from record.summary import rounded
 from reports import wandb_dashboard
-from stages import batch_wait
-from stages.stream import BatchStream
 from training.destinations import TensorboardLogger
 
 OFFLINE = ["loggers.wandb.project=p", "loggers.wandb.mode=offline"]
@@ -139,42 +133,10 @@ class Told(LoggerDestination):
         self.alerts.append((title, text))
 
 
-def test_a_wait_is_told_once_and_the_next_one_again(monkeypatch):
-    now, told, ready = [100.0], Told(), [False]
-    monkeypatch.setattr(stalled_data.time, "monotonic", lambda: now[0])
-    stalled = StalledData(lambda is_here: ready[0], 300)
-    stalled._loggers = (object(), told)
-    for ready[0], now[0] in [(True, 100), (False, 101), (False, 400), (False, 401), (False, 900)]:
-        assert stalled.all_ready(True) == ready[0]
-    text = "data: no batch for 300 s. The run waits on; its stderr says what has arrived."
-    assert told.alerts == [("data has stalled", text)]
-    for ready[0], now[0] in [(True, 901), (False, 902), (False, 1201), (False, 1202)]:
-        stalled.all_ready(False)
-    assert told.alerts == [("data has stalled", text)] * 2
-
-
 def test_an_alert_shows_no_secret_and_a_logger_without_alerts_is_passed_over():
     told = Told()
     alert([object(), LoggerDestination(), told], "title", "s3://key:secret@bucket/x is away")
     assert told.alerts == [("title", "s3://key:***@bucket/x is away")]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60, func_only=True)
-def test_a_run_whose_data_stalls_tells_it(miniature, tmp_path, monkeypatch):
-    told, read = Told(), BatchStream.__iter__
-
-    def slowly(self):
-        for number, batch in enumerate(read(self)):
-            time.sleep(1.5 if number == 1 else 0.0)
-            yield batch
-
-    monkeypatch.setattr(BatchStream, "__iter__", slowly)
-    monkeypatch.setattr(batch_wait, "SLICE_SEC", 0.2)
-    monkeypatch.setattr(benchmark, "build_loggers", lambda *_: [told])
-    words = miniature.small(tmp_path, "slow", "loggers.stalled_sec=1", "save.every_images=8", "max_duration=3ba")
-    assert benchmark.main(words) == 0
-    assert {title for title, _ in told.alerts} == {"data has stalled"}
 
 
 def test_a_start_has_one_file_of_tensorboards_however_often_it_is_flushed(tmp_path):

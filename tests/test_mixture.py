@@ -13,7 +13,7 @@ from streaming import MDSWriter, StreamingDataset
 from streaming import Stream as PlainStream
 
 import benchmark
-from callbacks.stream_losses import StreamLosses
+from callbacks.losses import StreamLosses
 from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load

@@ -134,7 +134,6 @@ def test_the_default_ruleset_is_the_newest_and_asks_who_and_on_what():
         ("bf16", "hybrid", "bfloat16", "bfloat16", "bfloat16"),
         ("fp16", "off", "fp16", "fp16", "fp32"),
         ("bf16_params", "off", "bfloat16", "bfloat16", "bfloat16"),
-        ("fp8", "off", "fp8", "bfloat16", "fp32"),
     ],
 )
 def test_a_log_says_in_which_precision_a_run_computes_and_sends(precision, sharding, linear, attention, sent):

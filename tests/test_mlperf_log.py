@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from config import flat, load
 from evaluation.scoring import TargetConfig
 from preflight.run import closed_data_problems, quick_problems
 from record.checkpoint_files import WEIGHTS, listed, read, stem, write
-from record.mlperf_events import MADE_WITH, TOKEN, read_events
+from record.mlperf_events import MADE_WITH, TOKEN, EventLog, read_events
 from reports.mlperf_runs import read_run
 from training import scores
 from zoo.mlperf_sd import RULESETS, SD
@@ -723,3 +724,14 @@ def test_a_run_on_two_ranks_has_one_log(words_of, tmp_path):  # noqa: F811
     found = keys(tmp_path / "two" / "mlperf.log")
     assert found.count("run_start") == found.count("seed") == 1
     assert found[found.index("run_start") + 1 :] == 2 * BLOCK
+
+
+def test_the_mlperf_log_counts_on_where_the_clock_is_set_back(tmp_path, monkeypatch):
+    log = EventLog(tmp_path / "mlperf.log")
+    log.event("init_start")
+    wall, began = time.time(), time.monotonic()
+    monkeypatch.setattr(time, "time", lambda: wall - 3600.0)
+    monkeypatch.setattr(time, "monotonic", lambda: began + 5.0)
+    log.event("init_stop")
+    first, last = (event["time_ms"] for event in read_events(tmp_path / "mlperf.log"))
+    assert 4900 <= last - first <= 60_000

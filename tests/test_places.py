@@ -15,13 +15,13 @@ import torch
 from miniature import WEIGHTS
 from PIL import Image
 from test_ldm import as_ldm, write
+from test_pictures import told_by
 from torch import nn
 
 import benchmark
 import eval as eval_command
 from evaluation.score_table import read_rows
 from training import places, warm_start
-from training.pictures import told_by
 from weights import ldm
 from weights.hub import _listing
 from weights.ldm_names import forms

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import collections
 import importlib
+import importlib.metadata
 import inspect
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -16,8 +16,7 @@ from conftest import ROOT
 from test_layout import floor_of, module_of, sources
 
 from cli import private_api
-from cli.command import command
-from cli.private_api import PrivateAPIMissing, check_private_api, has, require_private_api
+from cli.private_api import has, require_private_api
 
 OF_PYTHON = {"_abc_impl", "_is_protocol"}
 """What Python gives a class."""
@@ -109,10 +108,6 @@ def test_what_is_declared_is_used(trees):
     ] == []
 
 
-def test_this_environment_has_all_of_it(trees):
-    check_private_api()
-
-
 @pytest.mark.parametrize(
     ("code", "names"),
     [
@@ -130,14 +125,6 @@ def test_the_search_sees_private_names(code, names):
 
 
 # --- what a new release lacks ---
-
-
-@pytest.fixture
-def at_the_start(monkeypatch):
-    """As before a command, with nothing declared yet."""
-    monkeypatch.setattr(private_api, "_missing", {})
-    monkeypatch.setattr(private_api, "_begun", threading.Event())
-    monkeypatch.setattr(private_api, "DECLARED", collections.defaultdict(set))
 
 
 class Reader:
@@ -167,32 +154,23 @@ def test_names_of_objects_classes_modules_and_tables_are_found():
     assert has({"a": 1}, "a") and not has({"a": 1}, "b")
 
 
-def test_one_line_names_all_that_is_missing_with_the_libraries_versions(at_the_start):
-    require_private_api(torch, "_foreach_lerp_", "_gone", "_lost", why="the average")
-    require_private_api("torch.utils.data.dataloader", "_BaseDataLoaderIter._old", why="waits")
-    require_private_api("threading", "_register", why="threads")
-    require_private_api("torch.gone", "_all", why="nothing")
-    with pytest.raises(PrivateAPIMissing) as error:
-        check_private_api()
-    assert str(error.value) == (
-        f"libraries: torch {torch.__version__.split('+')[0]} has no _gone, _lost of torch (the average), no "
-        "_BaseDataLoaderIter._old of torch.utils.data.dataloader (waits), no _all of torch.gone (nothing); "
-        f"Python {sys.version.split()[0]} has no _register of threading (threads). Possible: the versions of "
-        "requirements.lock or requirements/newest.lock. Install one: pip install --no-deps -r LOCK"
-    )
-
-
-def test_what_is_loaded_after_the_start_is_compared_at_once(at_the_start):
-    check_private_api()
-    require_private_api(Reader, "_first", why="it is there")
-    with pytest.raises(PrivateAPIMissing, match=r"has no _gone of test_private_api.Reader \(nothing\)\. Possible: "):
-        require_private_api(Reader, "_gone", why="nothing")
-
-
-def test_a_command_ends_before_it_begins(at_the_start, capsys):
-    require_private_api(torch, "_gone", why="the average")
-    called = []
-    assert command("Help.", needs_words=False)(called.append)([]) == 2 and not called
+@pytest.mark.parametrize(
+    ("owner", "names", "said"),
+    [
+        (torch, ("_foreach_lerp_", "_gone", "_lost"), "torch {torch} has no _gone, _lost of torch (why)"),
+        (
+            "torch.utils.data.dataloader",
+            ("_BaseDataLoaderIter._old",),
+            "torch {torch} has no _BaseDataLoaderIter._old of",
+        ),
+        ("threading", ("_gone",), "Python has no _gone of threading (why)"),
+        ("torch.gone", ("_all",), "torch {torch} has no _all of torch.gone (why)"),
+    ],
+)
+def test_what_is_missing_ends_a_command_with_one_line_and_the_librarys_version(monkeypatch, capsys, owner, names, said):
+    monkeypatch.setattr(private_api, "DECLARED", collections.defaultdict(set))
+    with pytest.raises(SystemExit, match="2"):
+        require_private_api(owner, *names, why="why")
     told = capsys.readouterr().err
-    assert told.startswith("libraries: torch ") and told.count("\n") == 1
-    assert command("Help.")(called.append)(["--help"]) == 0  # help is given all the same
+    assert told.startswith(f"libraries: {said.format(torch=importlib.metadata.version('torch'))}")
+    assert told.endswith("Install one: pip install --no-deps -r LOCK\n") and told.count("\n") == 1

@@ -351,7 +351,7 @@ def test_nothing_is_recorded_unless_it_is_asked_for():
         (["profile.batches=-1"], "command line: profile.batches is -1. Possible: 0 and up."),
         (
             ["profile.start_batch=5"],
-            "profile.start_batch: 5, but profile.batches=0. Say how many: profile.batches=3.",
+            "profile.start_batch: 5, but profile.batches=0. Say profile.batches=3.",
         ),
         (
             ["profile.batches=1", "profile.start_batch=0"],
@@ -359,8 +359,7 @@ def test_nothing_is_recorded_unless_it_is_asked_for():
         ),
         (
             ["profile.batches=3", "profile.start_batch=6"],
-            "profile.batches: 3 after 6 would be recorded, but the run has 8 batches. Lower profile.batches or "
-            "profile.start_batch, or raise max_duration.",
+            "profile.batches: 3 after 6, but the run has 8 batches. Lower it or profile.start_batch, or raise max_duration.",
         ),
     ],
 )

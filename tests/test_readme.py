@@ -106,7 +106,7 @@ RUN_BY = {
     "test": "tests/conftest.py",  # this suite
     "test-store": "tests/store/test_harness.py",
     "test-faults": "tests/test_faults.py",
-    "test-fp8": "tests/test_fp8.py",
+    "test-8bit": "tests/test_adamw_8bit.py",
     "test-tables": "tests/test_tables.py",
     "test-cluster": "tests/test_engines.py",
     "test-loggers": "tests/test_mlflow.py",
@@ -458,11 +458,6 @@ def test_a_table_of_keys_has_default_what_is_possible_and_the_text_under_the_fie
     parts = ["### Keys without a section", "What lies without.", head + "\n".join(own)]
     parts += ["### `inner`", "What lies within.", head + inner]
     assert page_of(Outer) == "\n" + "\n\n".join(parts) + "\n\n"
-
-
-def test_a_page_that_names_no_class_is_refused():
-    with pytest.raises(ValueError, match=r"benchmark\.Nothing: there is no such class"):
-        described("<!-- keys of benchmark.Nothing -->\n<!-- end of keys -->")
 
 
 # --- the picture of samples; tests/test_report.py compares it ---

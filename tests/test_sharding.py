@@ -351,22 +351,15 @@ def test_hybrid_on_two_machines_trains_as_whole_weights_on_four_ranks(words_of, 
 
 REFUSED = {
     "optimizer.states=8bit": (
-        "optimizer.states: 8bit, but sharding=full: blocks of 256 numbers with one scale do not end where parts do. Say "
-        "optimizer.states=bf16."
+        "optimizer.states: 8bit, but sharding=full: its blocks do not end where parts do. Say optimizer.states=bf16."
     ),
-    "lora.rank=4": (
-        "lora.rank: 4, but sharding=full: an adapter is small, and its base is frozen: nothing is left to share. Say "
-        "sharding=off."
-    ),
+    "lora.rank=4": "lora.rank: 4, but sharding=full: an adapter is small. Say sharding=off.",
     "channels_last=true": "channels_last: true, but sharding=full: weights in NHWC cannot be split. Leave it out.",
     "compile=whole": "compile: whole, but sharding=full: one graph cannot gather block by block. Say compile=blocks.",
     "device_train_microbatch_size=auto": (
-        "device_train_microbatch_size: auto, but sharding=full: a rank that runs out of memory would leave the others "
-        "waiting. Give a number."
+        "device_train_microbatch_size: auto, but sharding=full: ranks would run out of memory apart. Give a number."
     ),
-    "ema.device=cpu": (
-        "ema.device: cpu, but sharding=full: the EMA is in parts too: it takes 1/ranks of a device. Say ema.device=model."
-    ),
+    "ema.device=cpu": "ema.device: cpu, but sharding=full: the EMA is in parts too. Say ema.device=model.",
 }
 
 

@@ -221,22 +221,6 @@ def test_blocks_are_compiled_by_themselves_and_only_once(graphs_alone):
     assert speed.num_graphs() == first
 
 
-def test_the_counter_sees_a_recompilation(graphs_alone):
-    network, counter = denoiser_of({"compile": "whole"}, Small()), speed.GraphCounter(in_force=True)
-    for size in (4, 4, 3):
-        state = SimpleNamespace(batch={"noise": torch.zeros(size, 1, 2, 2)})
-        counter.batch_start(state, None)
-        network.denoiser(state.batch["noise"]).sum().backward()
-        counter.batch_end(state, None)
-        assert counter.num_recompiled == (1 if size == 3 else 0)
-    for size, num in ((5, 1), (5, 1), (6, 2)):  # the first of its kind is none
-        with counter.step("evaluation"), torch.no_grad():
-            network.denoiser(torch.zeros(size, 1, 2, 2))
-        assert counter.num_recompiled == num
-    assert counter.facts() == {"compiled_graphs": 4, "recompiled_graphs": 2}
-    assert speed.GraphCounter(in_force=False).facts() == {"compiled_graphs": None, "recompiled_graphs": None}
-
-
 def test_too_many_shapes_are_an_error_and_no_silent_return_to_eager(graphs_alone, monkeypatch):
     monkeypatch.setattr(speed, "GRAPHS_OF_WHOLE", 3)
     network = denoiser_of({"compile": "whole"}, Small())
@@ -412,7 +396,7 @@ def test_a_speed_is_that_of_the_keys_which_the_summary_names(tmp_path, capsys):
 def test_the_summary_names_the_keys_and_the_time_of_the_first_step(tmp_path, capsys):
     summary = run(tmp_path, "a", "gradient_checkpointing=0.25", "channels_last=true")
     assert (summary["compile"], summary["gradient_checkpointing"], summary["channels_last"]) == ("off", 0.25, True)
-    assert summary["first_step_seconds"] > 0.0 and summary["recompiled_graphs"] is None
+    assert summary["first_step_seconds"] > 0.0 and summary["compiled_graphs"] is None
 
 
 @pytest.mark.slow
@@ -422,8 +406,7 @@ def test_a_compiled_run_with_evaluations_compiles_nothing_twice(tmp_path, capsys
     words = ["compile=whole", "eval.when=in_training", f"eval.prompts={prompts}", "eval.steps=3", "eval.batch_size=2"]
     words += ["eval.every_images=16", "eval.clip=random", "max_duration=6ba", "save.every_images=0", "--use_ema"]
     summary = run(tmp_path, "a", *words)
-    assert (summary["recompiled_graphs"], summary["batches"]) == (0, 6)
-    assert summary["compiled_graphs"] == 6
+    assert (summary["compiled_graphs"], summary["batches"]) == (6, 6)
 
 
 # --- what cannot be ---
@@ -459,18 +442,6 @@ def test_what_this_machine_cannot_do_is_refused_before_anything_starts(capsys, w
     assert refused(capsys, *words) == [text]
 
 
-def test_a_stream_for_copies_wants_a_host_that_is_ahead(capsys):
-    said = refused(capsys, "copy_stream=true")
-    text = "true, but async_loss=false: the host waits for each loss, and nothing is left to copy beside."
-    assert f"copy_stream: {text} Say async_loss=true, or leave it out." in said
-    assert "copy_stream: true needs a GPU. Leave it out on a CPU." in said
-
-
-def test_a_batch_that_lies_on_the_device_is_not_copied(capsys):
-    text = "true, but data.synthetic=true: that batch lies on the device, and nothing is copied. Leave it out."
-    assert f"copy_stream: {text}" in refused(capsys, "copy_stream=true", "async_loss=true")
-
-
 def test_xformers_that_does_not_load_is_named_without_an_import(monkeypatch, tmp_path):
     (tmp_path / "__init__.py").write_text("raise SystemExit('it was imported')")
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
@@ -490,12 +461,9 @@ def test_xformers_that_does_not_load_is_named_without_an_import(monkeypatch, tmp
         ),
         ("2.10.0+cu130", 1300, None),
         ("2.10.0", 1305, None),
-        (None, None, "is not installed whole: its cpp_lib.json cannot be read (AttributeError)."),
     ):
         (tmp_path / "cpp_lib.json").write_text(json.dumps({"version": {"cuda": cuda, "torch": theirs}}))
         assert speed.attention_problem("xformers", "bf16", True) == (said and f"{said} Use attention=auto.")
-    (tmp_path / "cpp_lib.json").unlink()
-    assert "is not installed whole" in speed.attention_problem("xformers", "bf16", True)
 
 
 def test_what_a_gpu_lacks_for_an_attention_is_said(monkeypatch):
@@ -548,8 +516,7 @@ def test_a_back_end_that_fails_on_this_gpu_is_named_with_its_reason(monkeypatch)
 def test_graphs_of_cuda_want_one_compiled_graph(capsys):
     said = refused(capsys, "cuda_graphs=true")
     assert said[0] == (
-        "cuda_graphs: true, but compile=off: only the one graph of compile=whole has shapes that never change. "
-        "Say compile=whole, or leave it out."
+        "cuda_graphs: true, but compile=off, which has several graphs. Say compile=whole, or leave it out."
     )
 
 
@@ -578,12 +545,9 @@ def test_what_is_given_to_a_graph_of_cuda_or_kept_from_it_is_no_graphs_own(monke
 
 def test_a_missing_compiler_is_named(capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    said = "and there is none. Install it, set CXX, or say compile=off."
-    assert refused(capsys, "compile=whole") == [
-        f"compile: whole needs a C++ compiler (CXX names 'no-such-compiler'), {said}"
-    ]
+    said = "Install it, set CXX, or say compile=off."
+    start = "compile: whole needs a C++ compiler, and there is no"
+    assert refused(capsys, "compile=whole") == [f"{start} 'no-such-compiler'. {said}"]
     monkeypatch.delenv("CXX")  # inductor does not look for another one than g++
     monkeypatch.setattr(speed.shutil, "which", lambda name: None if name == "g++" else f"/usr/bin/{name}")
-    assert refused(capsys, "compile=whole") == [
-        f"compile: whole needs a C++ compiler (without CXX it is 'g++'), {said}"
-    ]
+    assert refused(capsys, "compile=whole") == [f"{start} 'g++'. {said}"]

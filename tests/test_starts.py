@@ -177,66 +177,30 @@ def test_without_a_login_at_wandb_the_run_logs_offline_and_says_so(wandb_at, tmp
         config = wandb_at("https://api.wandb.ai", key)
         assert (config.problems(), wandb_mode(config, Path("runs/a"))) == ([], "offline")
         assert capsys.readouterr().err == (
-            "loggers.wandb: no login at https://api.wandb.ai on this machine (WANDB_API_KEY is not set): logged offline. "
-            "To send it later: wandb sync runs/a/wandb/offline-run-*\n"
+            "loggers.wandb: https://api.wandb.ai is not asked: this machine has no login there (WANDB_API_KEY is not set): "
+            "logged offline. Send it with wandb sync runs/a/wandb/offline-run-*\n"
         )
     wandb_at("https://wandb.example.org:8443/base/", "k" * 40)
     assert LoggersConfig(wandb=WandbConfig(project="p")).problems() == []
     wandb_at("https://api.wandb.ai", None)
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {4 * '1234567890'}\n")
-    assert loggers._wandb_login() == 4 * "1234567890"
+    assert loggers._wandb_login() == ("https://api.wandb.ai", 4 * "1234567890")
 
 
 def test_the_server_and_the_key_of_wandbs_own_files_count(wandb_at, tmp_path, monkeypatch):
     """`wandb login --host` writes the server into the user's file, and the key into netrc."""
     wandb_at("", None)
     monkeypatch.delenv("WANDB_BASE_URL")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert loggers._wandb_server() == wandb.Settings().base_url
-    file = tmp_path / ".config" / "wandb" / "settings"
-    file.parent.mkdir(parents=True)
-    file.write_text("[default]\nbase_url = https://wandb.example.org/\n")
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    assert loggers._wandb_login() == (wandb.Settings().base_url, None)
+    (tmp_path / "settings").write_text("[default]\nbase_url = https://wandb.example.org/\n")
     (tmp_path / "netrc").write_text(f"machine wandb.example.org login user password {8 * '12345'}\n")
-    assert (loggers._wandb_server(), loggers._wandb_login()) == ("https://wandb.example.org", 8 * "12345")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "settings").write_text("[default]\nbase_url = nonsense\n")
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "elsewhere"))
-    [(_, said)] = LoggersConfig(wandb=WandbConfig(project="p")).problems()
-    assert said.startswith("base_url in wandb's settings file is not the address of a W&B server")
+    assert loggers._wandb_login() == ("https://wandb.example.org", 8 * "12345")
 
 
-@pytest.mark.parametrize(
-    ("variables", "netrc", "said"),
-    [
-        ({"WANDB_API_KEY": "short"}, "", "API key must have 40+ characters, has 5."),
-        ({"WANDB_API_KEY": 40 * "\u0436"}, "", "API key is not ASCII."),
-        ({}, "machine h.example login user password short\n", "API key must have 40+ characters, has 5."),
-        ({"WANDB_IDENTITY_TOKEN_FILE": "/none"}, "", "WANDB_IDENTITY_TOKEN_FILE: /none is not a file."),
-        (
-            {"WANDB_IDENTITY_TOKEN_FILE": "/dev/null", "WANDB_API_KEY": 40 * "k"},
-            "",
-            "WANDB_API_KEY and WANDB_IDENTITY_TOKEN_FILE are both set.",
-        ),
-    ],
-)
-def test_a_login_that_wandb_would_not_take_is_said_before_anything_starts(
-    wandb_at, tmp_path, monkeypatch, variables, netrc, said
-):
-    config = wandb_at("https://h.example", None)
-    (tmp_path / "netrc").write_text(netrc)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    ways = "Run `wandb login`, set WANDB_API_KEY alone, or say loggers.wandb.mode=offline."
-    assert config.problems() == [("loggers.wandb", f"the login for https://h.example is not one: {said} {ways}")]
-
-
-NO_SERVER = (
-    "loggers.wandb: WANDB_BASE_URL is not the address of a W&B server (not shown, it may hold a key). Write https://HOST, as "
-    "https://api.wandb.ai is one, or take it out of the environment.\n"
-)
-CREDENTIALS = (
-    "loggers.wandb: WANDB_BASE_URL has credentials in it, and wandb would write them into its log. Put the key into "
-    "WANDB_API_KEY, and write https://HOST.\n"
+NOT_VALID = (
+    "loggers.wandb: W&B's settings are not valid (not shown, there may be a key in them). Set WANDB_BASE_URL to https://HOST "
+    "and WANDB_API_KEY to a key, or neither, and run `wandb login`.\n"
 )
 
 
@@ -253,17 +217,17 @@ def test_an_address_of_wandb_that_is_none_or_has_a_key_in_it_is_refused(wandb_at
         "https://wandb.ai",
     ]
     none += ["https://x/?token=SECRET", "https://x ", "k" * 40]
-    with_key = ["https://user:SECRET@host", "user:SECRET@host", "https://SECRET@host", "https://user:SE/CRET@host"]
-    for address in (*none, *with_key):
+    none += ["https://user:SECRET@host", "user:SECRET@host", "https://SECRET@host", "https://user:SE/CRET@host"]
+    for address in none:
         wandb_at(address, "k" * 40)
-        said = (NO_SERVER if address in none else CREDENTIALS).removeprefix("loggers.wandb: ").rstrip("\n")
-        assert LoggersConfig(wandb=WandbConfig(project="p", mode=mode)).problems() == [("loggers.wandb", said)], address
+        [(key, said)] = LoggersConfig(wandb=WandbConfig(project="p", mode=mode)).problems()
+        assert f"{key}: {said}\n" == NOT_VALID, address
 
 
-@pytest.mark.parametrize(("address", "said"), [("nonsense", NO_SERVER), ("https://user:SECRET@host", CREDENTIALS)])
-def test_and_that_before_anything_starts(wandb_at, tmp_path, capsys, address, said):
+@pytest.mark.parametrize("address", ["nonsense", "https://user:SECRET@host"])
+def test_and_that_before_anything_starts(wandb_at, tmp_path, capsys, address):
     wandb_at(address, "k" * 40)
-    assert refused(capsys, *SYNTHETIC, "--wandb_project", "p", f"run_folder={tmp_path}/runs") == said
+    assert refused(capsys, *SYNTHETIC, "--wandb_project", "p", f"run_folder={tmp_path}/runs") == NOT_VALID
     assert everything(tmp_path) == {}
 
 
@@ -287,13 +251,13 @@ def test_what_the_server_of_wandb_answers_decides(wandb_at, capsys, status, mode
             with pytest.raises(ConfigError) as error:
                 wandb_mode(config, Path("runs/a"))
             assert str(error.value) == (
-                f"loggers.wandb: {address} does not take this machine's login. Run `wandb login --relogin`, mend "
+                f"loggers.wandb: {address} does not take this machine's login. Run `wandb login --relogin`, correct "
                 f"WANDB_API_KEY, or say loggers.wandb.mode=offline."
             )
         else:
             assert wandb_mode(config, Path("runs/a")) == mode
         server.shutdown()
-    later = "logged offline. To send it later: wandb sync runs/a/wandb/offline-run-*\n"
+    later = "logged offline. Send it with wandb sync runs/a/wandb/offline-run-*\n"
     said = {503: f"loggers.wandb: {address} answers with 503: {later}"}
     assert capsys.readouterr().err == said.get(status, "")
 
@@ -305,7 +269,7 @@ def test_a_server_that_says_nothing_is_waited_for_some_seconds_only(wandb_at, ca
         mute.listen()
         config, began = wandb_at(f"http://127.0.0.1:{mute.getsockname()[1]}", "k" * 40), time.monotonic()
         assert wandb_mode(config, Path("runs/a")) == "offline" and time.monotonic() - began < 10.0
-    assert " logged offline. To send it later: wandb sync runs/a/wandb/offline-run-*\n" in capsys.readouterr().err
+    assert " logged offline. Send it with wandb sync runs/a/wandb/offline-run-*\n" in capsys.readouterr().err
 
 
 def test_a_log_folder_that_cannot_be_is_named(tmp_path, capsys):

@@ -7,10 +7,10 @@ import torch
 from composer import State
 from composer.devices import DeviceCPU
 
-from callbacks import own_clocks
 from callbacks import throughput as module
-from callbacks.own_clocks import OwnClocks
 from callbacks.throughput import MeasureConfig, Throughput, most_often_slowest, peak_tflops, slowest_rank
+from training import health
+from training.health import OwnClocks
 
 
 class Clock:
@@ -239,7 +239,7 @@ def test_own_clocks_are_read_once_a_window_and_leave_the_other_figures_as_they_a
 
 def test_own_time_is_from_the_first_forward_to_the_last_backward_and_until_the_batch_is_here(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(own_clocks.time, "perf_counter", clock)
+    monkeypatch.setattr(health.time, "perf_counter", clock)
     state = State(model=torch.nn.Linear(1, 1), rank_zero_seed=0, run_name="x", device=DeviceCPU())
     for has_own_forward, expected in ((True, (6.0, 0.5)), (False, (0.0, 0.5))):
         own = OwnClocks(has_own_forward=has_own_forward)

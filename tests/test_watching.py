@@ -1,4 +1,4 @@
-"""cli/watching.py: who is behind, who is lost, and what may take long; callbacks/heartbeat.py: what it is told."""
+"""cli/watching.py: who is behind, who is lost, and what may take long; training/health.py: what it is told."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from composer import Event, State
 from composer.devices import DeviceCPU
 
-from callbacks.heartbeat import HEARTBEAT, Heartbeat
 from cli import meeting, ranks, watching
-from cli.watching import Beat, Watch, behind, dump_stacks, stall
+from cli.watching import Beat, Watch, dump_stacks, stall
+from training.health import Heartbeat
 
 BEAT = Beat(marks=40, batch=7, phase="train", doing="before backward", sec=30.0, may_stay=False)
 END = "The run ends on all ranks; the same command resumes it from its last checkpoint."
@@ -29,7 +29,6 @@ def three(monkeypatch):
 
 def test_the_rank_that_has_come_least_far_is_behind_and_is_named_with_its_machine(three):
     late = replace(BEAT, marks=39, doing="before forward", sec=31.0)
-    assert behind({**three, 2: late}) == 2
     assert stall({**three, 2: late}, 30.5) == (
         "no progress for 31 s: rank 2 (b) is behind, at batch 7, train (before forward) for 31 s; others: batch 7, train "
         "(before backward) for 30 s"
@@ -123,20 +122,6 @@ def test_a_run_of_one_rank_ends_by_itself_but_not_after_it_was_asleep(monkeypatc
     watch._watch_alone(Quiet())
     text = "no progress for 61 s: rank 0 is at batch 3, train (before forward) for 61 s"
     assert left == [(f"health.stall_sec: {text}. {END}", 1)] and now[0] == 5061.0
-
-
-def test_the_heartbeat_file_is_written_whole_and_names_the_rank_behind(three, tmp_path):
-    watch = Watch(None)
-    watch.progress.mark("before forward", 12)
-    watch._beats = {**three, 1: replace(BEAT, marks=1, batch=3)}
-    watch._put(tmp_path / HEARTBEAT)
-    found = json.loads((tmp_path / HEARTBEAT).read_text())
-    assert found["batch"] == 12 and found["doing"] == "before forward" and found["ranks"] == 3 and found["host"] == "a"
-    assert found["behind"] == {
-        "rank": 1, "host": "a", "batch": 3, "phase": "train", "doing": "before backward", "sec": 30.0,
-    }  # fmt: skip
-    assert [path.name for path in tmp_path.iterdir()] == [HEARTBEAT]
-    watch._put(tmp_path / "no" / HEARTBEAT)  # a disk that is full or away stops nothing
 
 
 def test_phases_are_those_of_the_clocks_and_only_some_may_be_long(tmp_path):

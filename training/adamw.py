@@ -19,6 +19,7 @@ A tensor of fewer than SMALL numbers keeps float32 moments, as in torchao and bi
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from training.fp8 import torchao_problem
 from weights.parts import is_part, number_of_part, part
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ BYTES_OF_A_PIECE = {
 }  # a number, by the kind of states: copies in float32, bits, codes
 BYTES_OF_STATES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}
 """Of both moments, a number of a tensor that is not small."""
+RELEASES = {"2.10": "0.16.0", "2.11": "0.17.0", "2.15": "0.18.0"}
+"""torch -> the torchao with which tests/test_adamw_8bit.py has passed."""
 NAMES = {"exp_avg": True, "exp_avg_sq": False}
 """Names of the moments, as torch has them, and whether they can be negative."""
 
@@ -50,8 +52,10 @@ NAMES = {"exp_avg": True, "exp_avg_sq": False}
 def problems(config: OptimizerConfig, precision: str | None) -> list[tuple[str, str]]:
     """(key, message) for keys of small states that are not possible here, or contradict each other."""
     found = []
-    if config.states == "8bit" and (text := torchao_problem("optimizer.states=bf16")):
-        found.append(("optimizer.states", f"8bit {text}"))
+    if config.states == "8bit" and importlib.util.find_spec("torchao") is None:
+        release = RELEASES.get(torch.__version__.rpartition(".")[0], "in the release for this torch")
+        todo = f"pip install --no-deps torchao=={release}, or use optimizer.states=bf16"
+        found.append(("optimizer.states", f"8bit needs torchao, which is not installed. {todo}."))
     if config.rounding is not None and config.states != "bf16" and precision != "bf16_params":
         given = f"{config.rounding}, but nothing is rounded to bf16: precision={precision or 'null'}"
         given += f", optimizer.states={config.states}"

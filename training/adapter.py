@@ -15,7 +15,6 @@ autocast would cast them in each step: the outputs stay the same bit for bit, in
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +56,6 @@ def problems(config: RunConfig) -> list[Problem]:
         targets = family.lora_targets
         denoiser = on_meta(family.build_denoiser) if lora.is_given else None
     found = lora.problems(denoiser, targets)
-    if lora.is_given and importlib.util.find_spec("peft") is None:
-        text = "needs peft, which is not installed. Install requirements.lock (make env), or leave lora.rank out."
-        found.append(("lora.rank", f"{lora.rank} {text}"))
-    if lora.is_given and config.precision == "fp8":
-        text = "replaces layers that have an adapter. Use precision=bf16, or leave lora.rank out."
-        found.append(("precision", f"fp8, but lora.rank={lora.rank}: torchao {text}"))
     if lora.is_given and config.precision == "bf16_params":
         text = "an adapter is small, and its base is bf16 already. Use precision=bf16, or leave lora.rank out."
         found.append(("precision", f"bf16_params, but lora.rank={lora.rank}: {text}"))

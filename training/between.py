@@ -88,7 +88,6 @@ def build_validation(
 
     assert given.every_images is not None
     return pause.at_points(
-        "validation",
         validator.measure,
         keep,
         every_images=given.every_images,

@@ -351,22 +351,13 @@ def memory_problem(
     share = f", {usable:.1f} GiB of it for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
     fixed = cost.memory_gib(0, ema=ema)
     fits = int((usable - fixed) / cost.activation_gib_per_image)
-    larger = ["a larger device", "or several with sharding=full"]
-    if cost.sharding != "off":
-        larger[1] = "or more of them"
-    elif not cost.can_be_shared:
-        larger = ["or a larger device"]
-    ways = ", ".join([*savings, "a smaller image_size", "model.preset=tiny", *larger])
-    if fits >= 1:
-        ways = f"Ways out: device_train_microbatch_size={fits} or less, {ways}"
-    else:
-        one = cost.memory_gib(1, ema=ema)
-        least = f"one image a pass takes {ranks_on_device * one / USABLE_FRACTION:.1f} GiB"
-        ways = f"No microbatch fits: {least}. Ways out: {ways}"
+    ways = [f"device_train_microbatch_size={fits} or less"] if fits >= 1 else []
+    ways += [*savings, "a smaller image_size", "model.preset=tiny", "a larger device"]
+    ways += ["several with sharding=full"] if cost.sharding == "off" and cost.can_be_shared else []
     return (
         f"{microbatch} images a pass need about {need:.1f} GiB ({fixed:.1f} for weights, gradients, optimizer, "
         f"encoders and cast weights, {cost.activation_gib_per_image:.2f} an image); {place} has {available:.1f}{share}. "
-        f"{ways}."
+        f"Ways out: {', '.join(ways)}."
     )
 
 

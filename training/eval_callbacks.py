@@ -37,7 +37,6 @@ from stages.dataset import Stage
 from training.checkpoints import Checkpointer
 from training.run_config import RunConfig
 from training.samples import shown
-from training.speed import GraphCounter
 from zoo import mlperf
 from zoo.mlperf_flux import evaluation_frequency
 
@@ -69,45 +68,34 @@ class Pause:
 
     throughput: Throughput
     record: RunRecord
-    graphs: GraphCounter
     checkpointer: Checkpointer
     average: EMA | None
     """The weights that are measured; None: the training weights."""
 
     def at_points(
-        self,
-        kind: str,
-        measure: Callable[[], Found],
-        keep: Callable[[Line, Found, Logger], None],
-        **more: Any,
+        self, measure: Callable[[], Found], keep: Callable[[Line, Found, Logger], None], **more: Any
     ) -> AtPoints:
-        """Build the callback of such work.
-
-        Args:
-            kind: for the count of graphs.
-            measure, keep, more: of AtPoints.
-        """
-        return AtPoints(self.counted(kind, measure), keep, **more, **self.how())
+        """Build the callback of such work; the arguments are those of AtPoints."""
+        return AtPoints(self.settled(measure), keep, **more, **self.how())
 
     def how(self) -> dict[str, Any]:
         """Return how the clock, the weights and signals are handled."""
         stop = self.checkpointer.stop_between_batches
         return {"average": self.average, "clock": self.throughput.evaluating, "stop": stop}
 
-    def counted(self, kind: str, measure: Callable[[], Found]) -> Callable[[], Found]:
-        """Return `measure` with its graphs counted, and with all losses read before it.
+    def settled(self, measure: Callable[[], Found]) -> Callable[[], Found]:
+        """Return `measure` with all losses read before it.
 
         It ends when this batch's checkpoint is written: nothing is on record of a state that a kill would lose.
         """
 
-        def counted() -> Found:
+        def settled() -> Found:
             self.record.losses.settle()
-            with self.graphs.step(kind):
-                found = measure()
+            found = measure()
             self.checkpointer.settle()
             return found
 
-        return counted
+        return settled
 
 
 def build_evaluation(
@@ -128,7 +116,7 @@ def build_evaluation(
 
     assert config.eval.every_images is not None
     return Evaluation(
-        pause.counted("evaluation", lambda: scorer.score(model, config.eval.guidances()[0])),
+        pause.settled(lambda: scorer.score(model, config.eval.guidances()[0])),
         every_images=config.eval.every_images,
         earlier=lambda: record.evaluations,
         keep=keep,
@@ -214,7 +202,7 @@ def describe_computation(config: RunConfig) -> dict[str, Any]:
     # DDP adds up gradients in the type of the weights. Sharded weights are gathered in the type of the computation.
     is_sent_small = precision in AUTOCAST_DTYPES and (precision == "bf16_params" or config.sharding != "off")
     return {
-        "lowest_numerical_precision_in_linear": "fp8" if precision == "fp8" else compute,
+        "lowest_numerical_precision_in_linear": compute,
         "lowest_numerical_precision_in_attn": compute,
         "lowest_numerical_precision_in_comm": compute if is_sent_small else "fp32",
         **dict.fromkeys([f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert")], 1),

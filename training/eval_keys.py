@@ -21,7 +21,7 @@ class EvalCommand(RunConfig):
     out: str | None = None
     """Folder of eval.jsonl, eval.csv and the pictures. null: the run's own."""
     images: str | None = None
-    """Folder for images of `prompts`, with a contact sheet. Nothing is scored then. null: scores."""
+    """Folder for images of `prompts`. Nothing is scored then. null: scores."""
     prompts: str | None = prose(None, "[CAPTION, ...], a file")
     """Captions, in quotes where one has a comma; or a file as samples.prompts. A caption's place is its id."""
     images_per_prompt: int = limited(1, 1, 1000)

@@ -1,20 +1,33 @@
-"""What looks after a run on many ranks: who is slow, who is lost, whose weights differ."""
+"""What looks after a run on many ranks: who is slow, who is lost, whose weights differ.
+
+RUN_FOLDER/RUN_NAME/stacks/rank0000N.txt    where each thread of a rank was, when a stall or a lost rank ended the run
+
+What each rank takes for itself, before it waits for the others, names the slowest one:
+
+    forward    from the first microbatch's forward pass to the last one's backward pass, in which gradients are averaged
+    data       from the wish for a batch to its arrival at this rank, before it waits for the others to have theirs
+
+The clocks of callbacks/throughput.py are the same on all ranks up to a step's length: no rank gets on without the slowest.
+On a GPU a forward pass is timed by events in the device's queue, which are read at a window's edge, when it is empty anyway.
+Where weights are shared out (training/sharding.py) a forward pass waits for the others too: then only data is timed.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer import Callback
+import torch
+from composer import Callback, Event, Logger, State
 from composer.utils import dist
 
-from callbacks.heartbeat import Heartbeat
-from callbacks.own_clocks import OwnClocks
 from callbacks.replicas import Replicas
+from cli import ranks
 from cli.limits import limited
-from cli.watching import Watch
+from cli.watching import Watch, dump_stacks
 from training import sharding
 
 if TYPE_CHECKING:
@@ -23,6 +36,12 @@ if TYPE_CHECKING:
     from ema import EMA
     from model import LatentDiffusion
     from training.run_config import RunConfig
+
+STACKS = "stacks"
+CHECKPOINTS = {Event.BATCH_CHECKPOINT.value, Event.EPOCH_CHECKPOINT.value, Event.FIT_END.value}
+PHASES = {"train": "train", "data_wait": "waiting for data", "eval": "evaluation", "other": "between batches"}
+"""Clock of callbacks/throughput.py -> phase."""
+Moment = float | torch.cuda.Event
 
 
 @dataclass(frozen=True)
@@ -100,3 +119,109 @@ def build_health(config: RunConfig, watch: Watch, model: LatentDiffusion, averag
         num = sharding.ranks_of_a_copy(config.sharding) if is_shared else 1
         replicas = Replicas(model, every, ranks_of_a_copy=num, beside=beside)
     return Health(watch, OwnClocks(has_own_forward=not is_shared), replicas)
+
+
+# --- callbacks ---
+
+
+class Heartbeat(Callback):
+    """Marks every event for the watch. It comes first of all callbacks, so that what they do belongs to the event.
+
+    Args:
+        watch: begun already, since building may hang too.
+        folder: of the run.
+        clock: returns which of PHASES runs.
+    """
+
+    def __init__(self, watch: Watch, folder: Path, clock: Callable[[], str]):
+        self.watch, self.folder, self.clock = watch, folder, clock
+        self._event = ""
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        self._event = event.value
+        progress = self.watch.progress
+        if event == Event.FIT_START:
+            progress.phase = self._phase
+            ranks.before_leaving(self._keep_stacks)
+        progress.is_warm = progress.is_warm or event == Event.BATCH_END
+        progress.mark(event.value.replace("_", " "), state.timestamp.batch.value)
+        super().run_event(event, state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        progress = self.watch.progress
+        progress.is_warm, progress.is_over = False, True  # what is left may be long: checkpoint, pictures, loggers
+
+    def close(self, state: State, logger: Logger) -> None:
+        progress = self.watch.progress
+        progress.phase, progress.doing = (lambda: "end"), "closed"
+
+    def _phase(self) -> str:
+        clock = self.clock()
+        return "checkpoint" if clock == "other" and self._event in CHECKPOINTS else PHASES[clock]
+
+    def _keep_stacks(self, text: str) -> None:
+        if "health.stall_sec: " in text:
+            dump_stacks(self.folder / STACKS / f"rank{dist.get_global_rank():05d}.txt")
+
+
+class OwnClocks(Callback):
+    """Sums up a window's own times of this rank; `take` returns them and begins anew.
+
+    Args:
+        has_own_forward: a forward pass needs no other rank.
+    """
+
+    def __init__(self, *, has_own_forward: bool):
+        self.has_own_forward = has_own_forward
+        self._data_sec = 0.0
+        self._asked: float | None = None
+        self._passes: list[tuple[Moment, Moment]] = []
+        self._begun: Moment | None = None
+        self._last: Moment | None = None
+
+    def has_arrived(self) -> None:
+        """Note that this rank's batch is here; the loader says so before it waits for the others."""
+        if self._asked is not None:
+            self._data_sec += time.perf_counter() - self._asked
+            self._asked = None
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        self._asked = time.perf_counter()
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        self.has_arrived()  # of a loader that asks nobody, as for synthetic data
+        self._begun = self._last = None
+
+    def before_forward(self, state: State, logger: Logger) -> None:
+        if self._begun is None and self.has_own_forward:
+            self._begun = _now(state)
+
+    def before_backward(self, state: State, logger: Logger) -> None:
+        if self.has_own_forward:
+            self._last = _now(state)
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        if self._begun is not None and self._last is not None:
+            self._passes.append((self._begun, self._last))
+
+    def take(self) -> tuple[float, float]:
+        """Return seconds of forward passes and of waits for data since the last call. The device is idle."""
+        forward = sum(_between(begun, last) for begun, last in self._passes)
+        found = (forward, self._data_sec)
+        self._passes, self._data_sec = [], 0.0
+        return found
+
+
+def _now(state: State) -> Moment:
+    if state.device.name != "gpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begun: Moment, last: Moment) -> float:
+    if isinstance(begun, float) or isinstance(last, float):
+        assert isinstance(begun, float) and isinstance(last, float)
+        return last - begun
+    return begun.elapsed_time(last) / 1000.0

@@ -14,9 +14,7 @@ from urllib.parse import urlsplit
 from composer.loggers import LoggerDestination
 
 from cli.errors import ConfigError
-from cli.limits import limited
 from cli.log import log
-from cli.private_api import require_private_api
 from training.destinations import TensorboardLogger, WandBLogger
 from training.mlflow_logger import MlflowConfig, MlflowLogger
 
@@ -60,8 +58,6 @@ class LoggersConfig:
     """Show the traceback of errors that are otherwise shown as a message only."""
     group: str | None = None
     """Group of runs at W&B and MLflow, as those of several seeds. bench.ladder and sweep.py give their own name."""
-    stalled_sec: int = limited(300, 1)
-    """Seconds without a batch after which W&B sends an alert."""
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
     mlflow: MlflowConfig | None = None
@@ -81,88 +77,38 @@ class LoggersConfig:
             found.append(("loggers.mlflow", text))
         if found or self.wandb is None:
             return found
-        text = _server_problem() or (_login_problem() if self.wandb.mode == "online" else None)
-        return [("loggers.wandb", text)] if text else []
+        try:
+            _wandb_login()  # wandb checks its settings even when offline
+        except ConfigError as error:
+            found.append(("loggers.wandb", str(error).removeprefix("loggers.wandb: ")))
+        return found
 
 
-def _wandb_settings() -> dict[str, str]:
-    """Return what W&B's settings files say: this user's, and `wandb/settings` here, which goes before it."""
-    import wandb
+def _wandb_login() -> tuple[str, str | None]:
+    """Return W&B's server and this user's key there, by its variables, its settings files and netrc.
 
-    why = "loggers.wandb: server and login are known before the run"
-    require_private_api("wandb", "Settings.settings_system", "Settings.read_system_settings", why=why)
-    folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
-    return wandb.Settings(settings_system=str(folder / "settings")).read_system_settings().all()
-
-
-def _wandb_server() -> str:
-    """Return the address of W&B's server as this user has given it, or W&B's own. It may be none, see `_server_problem`."""
-    import wandb
-
-    given = os.environ.get("WANDB_BASE_URL", _wandb_settings().get("base_url"))
-    return (wandb.Settings().base_url if given is None else given).rstrip("/")
-
-
-def _wandb_login() -> str | None:
-    """Return this user's key at W&B's server, or the file of an identity token, or None if there is no login.
-
-    Raises AuthenticationError: there is one that the client would not take.
+    Raises ConfigError: they are not valid. They are not shown: a key may stand in the wrong variable.
     """
-    from wandb.errors import AuthenticationError
-    from wandb.sdk.lib import wbauth
-
-    why = "loggers.wandb: server and login are known before the run"
-    require_private_api("wandb.sdk.lib.wbauth", "read_netrc_auth", "check_api_key", why=why)
-    key, token = (os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
-    if key and token:
-        raise AuthenticationError("WANDB_API_KEY and WANDB_IDENTITY_TOKEN_FILE are both set.")
-    if token and not Path(token).is_file():
-        raise AuthenticationError(f"WANDB_IDENTITY_TOKEN_FILE: {token} is not a file.")
-    if token:
-        return token
-    login = key or wbauth.read_netrc_auth(host=_wandb_server()) or _wandb_settings().get("api_key")
-    if login and (text := wbauth.check_api_key(login)):
-        raise AuthenticationError(text)
-    if login and not login.isascii():
-        raise AuthenticationError("API key is not ASCII.")
-    return login
-
-
-def _login_problem() -> str | None:
-    """Say what is wrong with the login, or None. None at all is no problem: the run logs offline, see `wandb_mode`."""
-    from wandb.errors import AuthenticationError
+    import requests
+    import wandb
 
     try:
-        _wandb_login()
-        return None
-    except AuthenticationError as error:
-        text = f"the login for {_wandb_server()} is not one: {error}"
-    return f"{text} Run `wandb login`, set WANDB_API_KEY alone, or say loggers.wandb.mode=offline."
-
-
-def _server_problem() -> str | None:
-    """Say what is wrong with the address of W&B's server, or None. wandb checks the address even when offline.
-
-    The address is not shown: it may be an API key in the wrong variable.
-    """
-    import wandb
-    from wandb.errors import UsageError
-
-    server = _wandb_server()
-    where = "WANDB_BASE_URL" if "WANDB_BASE_URL" in os.environ else "base_url in wandb's settings file"
-    if "@" in server:
-        why = "has credentials in it, and wandb would write them into its log"
-        return f"{where} {why}. Put the key into WANDB_API_KEY, and write https://HOST."
-    try:
-        wandb.Settings(base_url=server)  # wandb's own check, which misses some errors
-        is_address = urlsplit(server).port != 0 and not re.search(r"[\s?#]", server)
-    except (UsageError, ValueError):
-        is_address = False
-    if is_address:
-        return None
-    given = f"{where} is not the address of a W&B server (not shown, it may hold a key)"
-    out = "the environment" if where == "WANDB_BASE_URL" else "that file"
-    return f"{given}. Write https://HOST, as https://api.wandb.ai is one, or take it out of {out}."
+        folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+        settings = wandb.Settings(settings_system=str(folder / "settings"))
+        settings.update_from_system_settings()
+        settings.update_from_env_vars(dict(os.environ))
+        server, key = settings.base_url.rstrip("/"), settings.api_key
+        urlsplit(server).port  # noqa: B018  # raises ValueError where it is none
+        # wandb would write the credentials of an address into its log.
+        is_valid = not re.search(r"[@\s?#]", server)
+    except (wandb.errors.UsageError, ValueError):
+        is_valid = False
+    if not is_valid:
+        given = "W&B's settings are not valid (not shown, there may be a key in them)"
+        ways = "Set WANDB_BASE_URL to https://HOST and WANDB_API_KEY to a key, or neither, and run `wandb login`"
+        raise ConfigError([f"loggers.wandb: {given}. {ways}."])
+    netrc = None if key else requests.utils.get_netrc_auth(server)
+    return server, key or (netrc[1] if netrc else None)
 
 
 def reach(config: LoggersConfig, folder: Path) -> WandbMode:
@@ -182,47 +128,46 @@ def wandb_mode(config: LoggersConfig, folder: Path) -> WandbMode:
     """
     if config.wandb is None or config.wandb.mode == "offline":
         return "offline"
-    server, login = _wandb_server(), _wandb_login()
-    refusal = _refusal(server, login) if login else None
-    if login and refusal is None:
+    server, key = _wandb_login()
+    if not key and os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return "online"  # W&B's client exchanges the token for a key
+    refusal = (
+        _refusal(server, key) if key else "is not asked: this machine has no login there (WANDB_API_KEY is not set)"
+    )
+    if refusal is None:
         return "online"
-    if refusal == "login":
-        ways = "Run `wandb login --relogin`, mend WANDB_API_KEY, or say loggers.wandb.mode=offline"
-        raise ConfigError([f"loggers.wandb: {server} does not take this machine's login. {ways}."])
-    why = f"{server} {refusal}" if login else f"no login at {server} on this machine (WANDB_API_KEY is not set)"
-    log.info(f"loggers.wandb: {why}: logged offline. To send it later: wandb sync {folder}/wandb/offline-run-*")
+    log.info(f"loggers.wandb: {server} {refusal}: logged offline. Send it with wandb sync {folder}/wandb/offline-run-*")
     return "offline"
 
 
-def _refusal(server: str, login: str) -> str | None:
-    """Check the login at W&B's server; return None, `login`, or why there is no answer. In a thread: DNS may be slow."""
+def _refusal(server: str, key: str) -> str | None:
+    """Return why W&B's server cannot be used, or None. In a thread: DNS may be slow.
+
+    Raises ConfigError: it rejects the key.
+    """
     import requests
 
-    outcome: list[str | None] = []
+    answers: list[int | str] = []
 
     def ask() -> None:
+        query: dict[str, Any] = {"query": "query Viewer { viewer { id } }"}
+        ways: dict[str, Any] = {"timeout": SERVER_SEC, "auth": ("api", key)}
+        ways["allow_redirects"] = False  # requests would send the password of ~/.netrc for the host that one names
         try:
-            query: dict[str, Any] = {"query": "query Viewer { viewer { id } }"}
-            answer = requests.post(
-                f"{server}/graphql",
-                json=query,
-                auth=("api", login),
-                timeout=SERVER_SEC,
-                allow_redirects=False,  # requests would send the password of ~/.netrc for the host that one names
-            )
+            answers.append(requests.post(f"{server}/graphql", json=query, **ways).status_code)
         except requests.RequestException as error:
-            outcome.append(f"cannot be reached ({type(error).__name__})")
-            return
-        is_key = not os.environ.get("WANDB_IDENTITY_TOKEN_FILE")  # W&B's own client exchanges a token for a key
-        if answer.status_code >= 500:
-            outcome.append(f"answers with {answer.status_code}")
-        else:
-            outcome.append("login" if is_key and answer.status_code in (401, 403) else None)
+            answers.append(f"cannot be reached ({type(error).__name__})")
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(SERVER_SEC)
-    return outcome[0] if outcome else f"does not answer within {SERVER_SEC:g} s"
+    answer = answers[0] if answers else f"does not answer within {SERVER_SEC:g} s"
+    if answer in (401, 403):
+        ways = "Run `wandb login --relogin`, correct WANDB_API_KEY, or say loggers.wandb.mode=offline"
+        raise ConfigError([f"loggers.wandb: {server} does not take this machine's login. {ways}."])
+    if isinstance(answer, int):
+        return f"answers with {answer}" if answer >= 500 else None
+    return answer
 
 
 def build_loggers(

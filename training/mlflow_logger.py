@@ -52,38 +52,36 @@ class MlflowConfig:
 
     def problem(self) -> str | None:
         """Say what is wrong with the address, or None."""
-        if self.tracking_uri is not None and MASK in self.tracking_uri:
-            given = f"tracking_uri: {self.tracking_uri} has a password in it, which no key keeps"
-            return f"{given}. Set the variable {ADDRESS} to the whole address, and leave the key out."
-        if not self.experiment.strip() or not self.experiment.isprintable() or len(self.experiment) > 250:
-            return "experiment: is no name of 1 to 250 printable characters. Give one, or leave it out."
-        return None
+        if self.tracking_uri is None or MASK not in self.tracking_uri:
+            return None
+        given = f"tracking_uri: {self.tracking_uri} has a password in it, which no key keeps"
+        return f"{given}. Set the variable {ADDRESS} to the whole address, and leave the key out."
 
     def address(self, folder: Path) -> str:
         """Return where a run is logged, with its password. `folder`: of the run."""
         own = f"sqlite:///{folder.resolve()}/mlflow/mlflow.db"
         return self.tracking_uri or os.environ.get(ADDRESS) or own
 
-    def file(self, folder: Path) -> Path | None:
-        """Return SQLite's file, if it is one."""
-        return _sqlite_file(self.address(folder))
-
     def check(self, folder: Path) -> None:
         """Ask whether a run can be logged, and make nothing. Raises ConfigError: not there, or not to be reached."""
-        address, file = self.address(folder), self.file(folder)
-        if file is not None and not file.exists():
+        address = self.address(folder)
+        if (file := sqlite_file(address)) is not None and not file.exists():
             return  # it is made with the run
         try:
             found = _client(address).get_experiment_by_name(self.experiment)
-        except Exception as error:  # of MLflow, SQLAlchemy, requests and a database's driver
-            why = masked(str(error)).splitlines()[0][:300] if str(error) else type(error).__name__
+        except Exception as error:
             ways = f"Start it, mend the address, or leave it out (and {ADDRESS}) to write into the run's folder"
-            raise ConfigError([f"loggers.mlflow: {masked(address)} cannot be used: {why}. {ways}."]) from error
+            raise ConfigError([f"loggers.mlflow: {masked(address)} cannot be used: {_why(error)}. {ways}."]) from error
         if found is not None and found.lifecycle_stage != "active":
             raise ConfigError([f"loggers.mlflow.experiment: {self.experiment} was deleted there. Give another name."])
 
 
-def _sqlite_file(address: str) -> Path | None:
+def _why(error: Exception) -> str:
+    """Return the first line of what MLflow, SQLAlchemy, requests or a database's driver says, without passwords."""
+    return masked(str(error)).splitlines()[0][:300] if str(error) else type(error).__name__
+
+
+def sqlite_file(address: str) -> Path | None:
     """Return the file of an SQLite address, else None."""
     return Path(address.removeprefix("sqlite:///")) if address.startswith("sqlite:///") else None
 
@@ -125,7 +123,7 @@ class MlflowLogger(Destination):
         """Begin the run there, or find it; once, before the training."""
         if not is_first_rank():
             return
-        if (file := self.config.file(self.folder)) is not None:
+        if (file := sqlite_file(self._address)) is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
         self._client = client = _client(self._address)
         experiment = client.get_experiment_by_name(self.config.experiment)
@@ -139,12 +137,9 @@ class MlflowLogger(Destination):
         self._params = dict(run.data.params)
         self._id = run.info.run_id
         self._pool = ThreadPoolExecutor(1, "mlflow")
-        self._watch_the_machine(is_resumed=bool(earlier))
-
-    def _watch_the_machine(self, *, is_resumed: bool) -> None:
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-        self._monitor = SystemMetricsMonitor(self._id, resume_logging=is_resumed, tracking_uri=self._address)
+        self._monitor = SystemMetricsMonitor(self._id, resume_logging=bool(earlier), tracking_uri=self._address)
         self._monitor.start()
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -186,11 +181,10 @@ class MlflowLogger(Destination):
         """Log one picture, uint8 (H, W, 3), or a film's file."""
         if self._id is None:
             return
+        send = functools.partial(self._client.log_image, self._id, images, key=name, step=step or 0)
         if isinstance(images, Path):
             send = functools.partial(self._client.log_artifact, self._id, str(images), f"films/{name}")
-            self._pool.submit(self._try, name, send)
-            return
-        self._pool.submit(self._try, name, lambda: self._client.log_image(self._id, images, key=name, step=step or 0))
+        self._pool.submit(self._try, name, send)
 
     def log_result(self, result: Mapping[str, Any]) -> None:
         """Log its figures as metrics, its texts as tags."""
@@ -226,10 +220,8 @@ class MlflowLogger(Destination):
         try:
             work()
             self._is_away = False
-        except Exception as error:  # of MLflow, SQLAlchemy, requests and a database's driver
+        except Exception as error:
             if not self._is_away:
-                why = masked(str(error)).splitlines()[0][:300] if str(error) else type(error).__name__
-                log.warning(
-                    f"loggers.mlflow: {what} not sent to {masked(self._address)}: {why}. The run's folder has them."
-                )
+                where = f"loggers.mlflow: {what} not sent to {masked(self._address)}"
+                log.warning(f"{where}: {_why(error)}. The run's folder has them.")
             self._is_away = True

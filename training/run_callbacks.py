@@ -1,4 +1,4 @@
-"""The callbacks of every run except evaluation's: clocks, record, profile; and the order of all callbacks."""
+"""The callbacks of every run except evaluation's: clocks, record, profile."""
 
 from __future__ import annotations
 
@@ -7,23 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer import Callback
-
-from callbacks.evaluation import AtPoints, Evaluation
 from callbacks.gradient_norm import GradientNorm
-from callbacks.losses import AsyncLosses, Losses
-from callbacks.mlperf_log import MLPerfLog
+from callbacks.losses import AsyncLosses, Losses, StreamLosses
 from callbacks.profile import Profile
-from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
-from callbacks.stalled_data import StalledData
-from callbacks.steady_clock import SteadyClock
-from callbacks.stream_losses import StreamLosses
 from callbacks.throughput import Throughput, peak_tflops
 from cli.limits import ImageSize
 from config import flat
 from ema import EMA
-from model import BatchRandomness, LatentDiffusion
+from model import LatentDiffusion
 from record.config_file import ConfigFiles
 from record.environment import device_name
 from stages.loader import Loader
@@ -150,37 +142,3 @@ def facts_of(
         "estimated_mem_gib": sum(kinds.values()),
         **{f"estimated_{kind.replace(' ', '_')}_gib": gib for kind, gib in kinds.items()},
     }
-
-
-def in_order(
-    *,
-    health: Health,
-    profile: Profile | None,
-    graphs: speed.GraphCounter,
-    randomness: BatchRandomness,
-    gradient_norm: GradientNorm,
-    throughput: Throughput,
-    record: RunRecord,
-    checkpointer: Checkpointer,
-    validation: AtPoints | None,
-    samples: AtPoints | None,
-    evaluation: Evaluation | None,
-    target: QualityTarget,
-    mlperf_log: MLPerfLog | None,
-    stalled: StalledData,
-) -> list[Callback]:
-    """Return a run's callbacks in the order in which Composer calls them at each event.
-
-    What looks after the run comes first: work belongs to the event that the heartbeat has, and weights that differ are in
-    no record. Then the seconds of a batch are put right, before anybody reads them. The profile covers the others' work.
-    Random numbers are drawn before any callback reads the batch. Gradient norm and clocks come before the record, which
-    writes both. A batch is recorded before it is in a checkpoint, and saved before it is validated, sampled and evaluated,
-    so that what was killed is repeated. Evaluation is the last of these: the target, which needs the newest, may end the
-    run. The MLPerf log needs both.
-    """
-    found: list[Callback | None] = [*health.callbacks(record.folder, lambda: throughput.running), SteadyClock()]
-    found += [profile, graphs, randomness, gradient_norm, throughput, record, checkpointer]
-    found += [validation, samples, evaluation]
-    has_lines = evaluation is not None or (validation is not None and "val_loss" in target.metrics)
-    found += [target if has_lines else None, mlperf_log, stalled]
-    return [callback for callback in found if callback is not None]

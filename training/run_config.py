@@ -63,9 +63,8 @@ class RunKeys:
     """Pixels: one number for a square, or [width, height]."""
     num_frames: int | None = limited(None, 1, MAX_FRAMES, usual="9 to 129")
     """Frames of a video. null: the family's own number. Families of images have none."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params", "fp8"] | None = None
-    """null: bf16 on a GPU, fp32 on a CPU. bf16_params: weights in bf16, without a float32 copy. fp8, an experiment: wide
-    linear layers in float8."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_params"] | None = None
+    """null: bf16 on a GPU, fp32 on a CPU. bf16_params: weights in bf16, without a float32 copy."""
 
 
 @dataclass(frozen=True)

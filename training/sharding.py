@@ -62,46 +62,23 @@ def refusals(config: RunConfig) -> list[tuple[str, str]]:
     """(key, message) for every key that does not go with sharding, on or off."""
     how = config.sharding if config.sharding != "off" else "full"
     is_searched = torch.cuda.is_available() and config.eval.when == "in_training" and config.eval.batch_size is None
-    microbatch, precision = config.device_train_microbatch_size, config.precision
+    size, precision, states = config.device_train_microbatch_size, config.precision, config.optimizer.states
+    few = precision not in (None, *PRECISIONS)
+    scaler = f"the scaler cannot judge a part of the gradients. Possible: {', '.join(PRECISIONS)}"
     refused = [
         ("channels_last", "true", config.channels_last, "weights in NHWC cannot be split. Leave it out"),
         ("compile", "whole", config.compile == "whole", "one graph cannot gather block by block. Say compile=blocks"),
-        (
-            "device_train_microbatch_size",
-            "auto",
-            microbatch == "auto",
-            "a rank that runs out of memory would leave the others waiting. Give a number",
-        ),
-        (
-            "ema.device",
-            "cpu",
-            config.ema.device == "cpu",
-            "the EMA is in parts too: it takes 1/ranks of a device. Say ema.device=model",
-        ),
-        (
-            "eval.batch_size",
-            "null",
-            is_searched,
-            "the largest one is found by running out of memory, which the ranks would do apart. Give a number",
-        ),
-        (
-            "lora.rank",
-            config.lora.rank,
-            config.lora.is_given,
-            "an adapter is small, and its base is frozen: nothing is left to share. Say sharding=off",
-        ),
+        ("device_train_microbatch_size", "auto", size == "auto", "ranks would run out of memory apart. Give a number"),
+        ("ema.device", "cpu", config.ema.device == "cpu", "the EMA is in parts too. Say ema.device=model"),
+        ("eval.batch_size", "null", is_searched, "ranks would run out of memory apart. Give a number"),
+        ("lora.rank", config.lora.rank, config.lora.is_given, "an adapter is small. Say sharding=off"),
         (
             "optimizer.states",
             "8bit",
-            config.optimizer.states == "8bit",
-            "blocks of 256 numbers with one scale do not end where parts do. Say optimizer.states=bf16",
+            states == "8bit",
+            "its blocks do not end where parts do. Say optimizer.states=bf16",
         ),
-        (
-            "precision",
-            precision,
-            precision not in (None, *PRECISIONS),
-            f"of a part of the gradients the scaler cannot judge. Possible: {', '.join(PRECISIONS)}",
-        ),
+        ("precision", precision, few, scaler),
     ]
     return [(key, f"{value}, but sharding={how}: {why}.") for key, value, is_refused, why in refused if is_refused]
 

@@ -8,7 +8,6 @@ Layouts: NCHW is (B, C, H, W) with W fastest, NHWC is the same tensor with C fas
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -16,20 +15,18 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from composer import Callback, Logger, State
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cli.errors import ConfigError
 from cli.limits import limited
 from cli.private_api import require_private_api
-from training import fp8
 from training.blocks import checkpoint_blocks, denoiser_parts
 from training.compile_cache import remove_unfinished_libraries
 
@@ -42,7 +39,7 @@ BACK_ENDS = {
     "math": SDPBackend.MATH,
 }
 ON_A_CPU = ("auto", "flash", "math")
-ON_A_GPU = ("cuda_graphs", "copy_stream", "cudnn_benchmark")
+ON_A_GPU = ("cuda_graphs", "cudnn_benchmark")
 IN_16_BITS = ("flash", "cudnn")  # on a GPU they do not support float32
 # cuDNN before 9.15.1 reads out of bounds if a length is not a multiple of this (pytorch issue 169849).
 CUDNN_LENGTH = 128
@@ -76,8 +73,6 @@ class SpeedKeys:
     """Share out weights, gradients, optimizer states and EMA weights: full over all ranks, hybrid over each machine's."""
     async_loss: bool = False
     """The host reads each batch's loss while the next one is computed, so that no step waits for it."""
-    copy_stream: bool = False
-    """Copy each batch to the GPU on a separate stream, during the step before. Needs async_loss."""
     cudnn_benchmark: bool = False
     """Let cuDNN time its algorithms for each convolution at the first step. Another run may choose others."""
 
@@ -96,26 +91,15 @@ class SpeedKeys:
         if self.compile != "off" and (text := compiler_problem(is_gpu)):
             found.append(("compile", f"{self.compile} {text}"))
         if self.cuda_graphs and self.compile != "whole":
-            text = (
-                f"true, but compile={self.compile}: only the one graph of compile=whole has shapes that never change."
-            )
-            found.append(("cuda_graphs", f"{text} Say compile=whole, or leave it out."))
-        if not is_gpu:
-            for key in ON_A_GPU:
-                if getattr(self, key):
-                    found.append((key, "true needs a GPU. Leave it out on a CPU."))
-        if self.copy_stream and not self.async_loss:
-            text = "true, but async_loss=false: the host waits for each loss, and nothing is left to copy beside."
-            found.append(("copy_stream", f"{text} Say async_loss=true, or leave it out."))
-        if precision == "fp8" and (text := fp8.problem(compiled=self.compile != "off")):
-            found.append(("precision", f"fp8 {text}"))
+            text = f"true, but compile={self.compile}, which has several graphs. Say compile=whole, or leave it out."
+            found.append(("cuda_graphs", text))
+        wanted = [key for key in ON_A_GPU if getattr(self, key) and not is_gpu]
+        found += [(key, "true needs a GPU. Leave it out on a CPU.") for key in wanted]
         if text := attention_problem(self.attention, precision, is_gpu):
             found.append(("attention", f"{self.attention} {text}"))
         elif self.attention == "xformers" and self.compile != "off":
-            text = (
-                f"its operators break the graph of compile={self.compile}. Use attention=flash or auto, or compile=off."
-            )
-            found.append(("attention", f"xformers: {text}"))
+            text = f"xformers: its operators break the graph of compile={self.compile}. Use attention=auto, or compile=off."
+            found.append(("attention", text))
         return found
 
 
@@ -124,7 +108,7 @@ def values_of(keys: SpeedKeys) -> dict[str, Any]:
     return {key.name: getattr(keys, key.name) for key in dataclasses.fields(SpeedKeys)}
 
 
-OF_TRAINING = ("gradient_checkpointing", "sharding", "async_loss", "copy_stream")
+OF_TRAINING = ("gradient_checkpointing", "sharding", "async_loss")
 """The keys that do not affect an evaluation."""
 
 
@@ -132,10 +116,7 @@ def compiler_problem(is_gpu: bool) -> str | None:
     """Say what torch.compile lacks here, or None."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as inductor chooses it
     if not shutil.which(compiler):
-        given = "CXX names" if "CXX" in os.environ else "without CXX it is"
-        return (
-            f"needs a C++ compiler ({given} '{compiler}'), and there is none. Install it, set CXX, or say compile=off."
-        )
+        return f"needs a C++ compiler, and there is no '{compiler}'. Install it, set CXX, or say compile=off."
     if is_gpu and importlib.util.find_spec("triton") is None:
         return "needs triton, which is not installed. pip install triton, or say compile=off."
     return None
@@ -146,15 +127,9 @@ def xformers_problem() -> str | None:
     spec = importlib.util.find_spec("xformers")
     if spec is None or spec.origin is None:
         return "is not installed: it has no release for every torch. Use attention=auto."
-    try:
-        built = json.loads(Path(spec.origin).with_name("cpp_lib.json").read_text())["version"]
-        its_torch, its_cuda = built["torch"].partition("+")[0], int(built["cuda"] or 0) // 100
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"is not installed whole: its cpp_lib.json cannot be read ({type(error).__name__}). Use attention=auto."
-    if (its_torch, its_cuda) == (
-        torch.__version__.partition("+")[0],
-        int((torch.version.cuda or "0").partition(".")[0]),
-    ):
+    built = json.loads(Path(spec.origin).with_name("cpp_lib.json").read_text())["version"]
+    its_cuda, own_cuda = int(built["cuda"] or 0) // 100, int((torch.version.cuda or "0").partition(".")[0])
+    if built["torch"].partition("+")[0] == torch.__version__.partition("+")[0] and its_cuda == own_cuda:
         return None
     return f"does not load: it is built for torch {built['torch']}, here is {torch.__version__}. Use attention=auto."
 
@@ -181,7 +156,7 @@ def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> st
         return f"needs a GPU. Possible on a CPU: {', '.join(ON_A_CPU)}."
     if attention == "xformers":
         return xformers_problem()
-    if attention in IN_16_BITS and precision not in (None, "bf16", "fp16", "bf16_params", "fp8"):
+    if attention in IN_16_BITS and precision not in (None, "bf16", "fp16", "bf16_params"):
         return f"computes in 16 bits, the run in {precision}. Use precision=bf16, or attention=efficient."
     dtype = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}.get(precision or "", torch.bfloat16)
     numbers = torch.zeros(1, 2, CUDNN_LENGTH, 64, device="cuda", dtype=dtype, requires_grad=True)
@@ -209,11 +184,7 @@ def apply(model: Network, keys: SpeedKeys, precision: str | None, *, num_sizes: 
 
     Args:
         num_sizes: of images in training; each has graphs of its own.
-
-    Raises ConfigError: precision is fp8, but no layer of the denoiser is wide enough.
     """
-    if precision == "fp8":
-        fp8.use(model.denoiser)
     if keys.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
     if keys.channels_last:
@@ -390,43 +361,3 @@ def num_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
-
-
-class GraphCounter(Callback):
-    """Counts compiled graphs. The first step of each kind, in training of each size of images, compiles its graphs; any
-    later graph is a recompilation.
-
-    Args:
-        in_force: something is compiled; if false, nothing is counted.
-    """
-
-    def __init__(self, in_force: bool):
-        self.in_force = in_force
-        self.num_recompiled = 0
-        self._seen: set[str] = set()
-        self._before = 0
-
-    @contextlib.contextmanager
-    def step(self, kind: str) -> Iterator[None]:
-        """Count the graphs compiled within a step of this kind (evaluation)."""
-        before = num_graphs() if self.in_force else 0
-        yield
-        self._count(kind, before)
-
-    def _count(self, kind: str, before: int) -> None:
-        if self.in_force and kind in self._seen:
-            self.num_recompiled += num_graphs() - before
-        self._seen.add(kind)
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        self._before = num_graphs() if self.in_force else 0
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        size = "x".join(map(str, state.batch["noise"].shape[2:])) if "noise" in state.batch else ""
-        self._count(f"train {size}", self._before)
-
-    def facts(self) -> dict[str, int | None]:
-        """Return the counts for the run's summary; None if nothing is compiled."""
-        if not self.in_force:
-            return {"compiled_graphs": None, "recompiled_graphs": None}
-        return {"compiled_graphs": num_graphs(), "recompiled_graphs": self.num_recompiled}

@@ -53,7 +53,7 @@ if __name__ == "__main__":
     _, seconds, num_batches, *sys.argv[1:] = sys.argv
     mark("process", psutil.Process().create_time())
     mark("imported")
-    meet, in_order, fit = benchmark.agreement.meet, benchmark.in_order, benchmark.fit
+    meet, build, fit = benchmark.agreement.meet, benchmark.build_trainer, benchmark.fit
 
     def marked_meet(*given: Any) -> Any:
         """Meet the others."""
@@ -68,5 +68,6 @@ if __name__ == "__main__":
         fit(*given)
 
     benchmark.agreement.meet, benchmark.fit = marked_meet, marked_fit
-    benchmark.in_order = lambda **given: [*in_order(**given), Slowed(float(seconds), int(num_batches))]
+    slowed = Slowed(float(seconds), int(num_batches))
+    benchmark.build_trainer = lambda *given: build(*given[:-2], [*given[-2], slowed], given[-1])
     start(benchmark.main)

@@ -17,7 +17,6 @@ from evaluation.meter import QUEUE_SEC, Meter, Pace
 from evaluation.scoring import EvalConfig, Scorer
 from model import build_model
 from record.checkpoint_files import FULL, listed, read
-from training.copy_stream import CopyStream
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
@@ -140,17 +139,6 @@ def test_with_async_loss_no_step_waits_for_the_gpu(tmp_path, monkeypatch):
     words += ["measure.window_batches=20", "measure.warmup_batches=0", f"run_folder={tmp_path}", "run_name=a"]
     assert benchmark.main(words) == 0
     assert waits.found == {}
-
-
-def test_a_batch_that_is_copied_on_a_stream_of_its_own_is_whole_when_the_computation_reads_it():
-    device, columns = torch.device("cuda"), torch.randn(8, 64, 8, 64, 64).pin_memory()  # 64 MiB in 8 batches
-    copies, sums = CopyStream(device), []
-    for column in columns:
-        busy = torch.randn(4096, 4096, device=device)
-        for _ in range(4):
-            busy = busy @ busy.T / 64.0  # what the copy runs beside
-        sums.append(copies({"moments": column})["moments"].double().sum())
-    torch.testing.assert_close(torch.stack(sums).cpu(), columns.double().flatten(1).sum(dim=1))
 
 
 def test_figures_are_those_of_a_cpu_although_the_next_batch_is_in_the_making():
