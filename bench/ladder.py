@@ -6,7 +6,7 @@
 A rung is a YAML of yamls/ with the ladder's keys and some of its own; the first one is the baseline. The table sets each
 against the last one before it that ran, or against the one that it names as `over`, and against the baseline, where device
 and commit are the same (and the call, where no commit names the code); RESULTS/LADDER/ladder.png shows it. A rung's record,
-RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's name, command, evaluations, validations, profile, status:
+RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's name, command, evaluations, validations, status:
 ok, or refused (by the configuration check), out_of_memory, timeout, killed, failed, with the end of what the run printed. A
 rung that has an `ok` record of this commit is not run again, so that the command can be called until all are there; no call
 takes longer than `budget_sec` and `limit_sec` together. Where there is no git, EASEL_COMMIT says which commit this is.
@@ -203,9 +203,7 @@ def run_rung(
             found = {kinds: short for kinds, short in points.items() if short}
             windows = [rounded(float(speed)) for speed in read_history(summary.parent).speeds]
             speeds = {WINDOWS: windows} if windows else {}
-            profile = summary.with_name("profile") / "table.json"
-            of_profile = {"profile": json.loads(profile.read_text())} if profile.is_file() else {}
-            return {**record, "status": "ok", **json.loads(summary.read_text()), **speeds, **found, **of_profile}
+            return {**record, "status": "ok", **json.loads(summary.read_text()), **speeds, **found}
     ended = {"status": processes.status_of(code, output), "limit_sec": limit_sec}
     return {**record, **ended, "device": device_name(), "commit": commit(), "output_end": output[-2000:]}
 
