@@ -95,10 +95,7 @@ def test_a_broken_line_with_others_after_it_is_refused_and_the_record_stays_as_i
     ("name", "line", "said"),
     [
         ("metrics.jsonl", {"loss": 1.0}, "it has no batch"),
-        ("metrics.jsonl", window(2, loss="low"), 'its loss is "low"'),
-        ("metrics.jsonl", {**EVALUATION, "images": True}, "its images is true"),
-        ("metrics.jsonl", {**EVALUATION, "fid": [1]}, "its fid is [1]"),
-        ("starts.jsonl", start(1, device=5), "its device is 5"),
+        ("starts.jsonl", {"start": 1, "device": "CPU", "num_devices": 1}, "it has no run_id"),
         ("bad_samples.jsonl", {"sample": 1, "key": "a"}, "it has no reason"),
     ],
 )
