@@ -93,13 +93,10 @@ def write(folder: Path, name: str, content: Mapping[str, Any], rank: int, gather
         to_disk(place / FILES)
         to_disk(place)
         final = folder / f"{name}-{digest_of(place / FILES)}{SUFFIX}"
-        if final.exists():  # the same bytes, of a life of the run that was cut back to before this batch
-            remove(final)
+        remove(final)  # the same bytes, of a life of the run that was cut back to before this batch
         place.rename(final)
         to_disk(folder)
-        for other in folder.glob(f"{name}-*"):
-            if other != final and other.suffix in (".pt", SUFFIX):  # of such a life, with other bytes
-                remove(other)
+        remove_others(final, name)
         return final.name
 
     try:
@@ -107,11 +104,8 @@ def write(folder: Path, name: str, content: Mapping[str, Any], rank: int, gather
         writer = HuggingFaceStorageWriter(str(place), save_distributed=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\.distributed")  # its advice, once a save
-            _together(
-                lambda: save(dict(flattened(content, is_part)), storage_writer=writer, process_group=group),
-                rank,
-                gather,
-            )
+            tensors = dict(flattened(content, is_part))
+            _together(lambda: save(tensors, storage_writer=writer, process_group=group), rank, gather)
         parts = _together(own, rank, gather)
         return folder / _on_first(lambda: end(parts), rank, gather)
     except BaseException:
@@ -207,3 +201,10 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def remove_others(path: Path, name: str) -> None:
+    """Remove checkpoints of the same batch: of a life of the run that was cut back to before it."""
+    for other in path.parent.glob(f"{name}-*"):
+        if other != path and other.suffix in (".pt", SUFFIX):
+            remove(other)

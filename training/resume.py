@@ -24,7 +24,7 @@ from cli.log import log
 from config import flat
 from data import DataConfig
 from evaluation.score_table import read_rows
-from record.checkpoint_files import check_whole, find_newest, outline
+from record.checkpoint_files import find_newest, outline
 from record.config_file import found_batch_size, keep_keys, read_config
 from record.files import check_are_files, evaluations_of, lost_history, read_summary
 from record.mlperf_events import lost_events
@@ -401,7 +401,6 @@ def open_run(config: RunConfig) -> RunState:
             check_is_shared(folder)  # else training/remote.py has given each machine what it reads
         content = None if newest is None else outline(newest)
         if newest is not None and content is not None:
-            check_whole(content, newest)
             state.checkpoint, state.progress = (newest, content), Progress(**content["progress"])
         state.lost = ranks.on_rank_zero(
             lambda: lost_history(folder, content) | (lost_events(folder, content) if config.mlperf.enabled else {})

@@ -14,7 +14,7 @@ import xxhash
 from cli.errors import ConfigError
 from evaluation.prompts import Prompt, PromptSet
 from model import LatentDiffusion
-from record.checkpoint_files import FULL, WEIGHTS, check_whole, fault, listed, read
+from record.checkpoint_files import FULL, WEIGHTS, fault, listed, read
 from training.adapter import other_base
 from weights.tensors import canonical_name, difference, tensor_specs
 
@@ -54,7 +54,6 @@ def load_snapshot(
     if wrong := fault(path):
         raise ConfigError([f"{path} is damaged: {wrong}. Bring back a copy, or remove it to score the others."])
     content = read(path)
-    check_whole(content, path)
     identity, progress = content["identity"], content["progress"]
     differing = [
         f"model.weights: its {name} has the fingerprint {digest}, {path} was trained with {identity[key]}. Use those weights."

@@ -24,7 +24,7 @@ from torch import nn
 from cli.command_line import Problem
 from cli.errors import ConfigError
 from model import LatentDiffusion, weights_dtype
-from record.checkpoint_files import FULL, NAME, WEIGHTS, check_whole, fault, listed, outline, read
+from record.checkpoint_files import FULL, NAME, WEIGHTS, fault, listed, outline, read
 from weights import hub, hub_names, ldm, ldm_names
 from weights.files import Refused, open_weights, shown
 from weights.tensors import canonical_name, difference, on_meta, tensor_specs
@@ -62,7 +62,7 @@ def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
         if own is None:
             texts = _published_problems(family, denoiser, prediction)
         else:
-            texts = _own_problems(family, own, _checked(own, outline(own)), prediction)
+            texts = _own_problems(family, own, outline(own), prediction)
     except ConfigError as error:
         texts = error.problems
     except Refused as error:
@@ -93,7 +93,7 @@ def load(model: LatentDiffusion, place: str, weights: Literal["ema", "training"]
         raise ConfigError(
             [f"model.denoiser: {own} is damaged: {wrong}. Bring back a copy, or give another checkpoint."]
         )
-    content = _checked(own, read(own))
+    content = read(own)
     tensors, progress = content["model"], content["progress"]
     with torch.no_grad():
         for name, tensor in model.denoiser.state_dict().items():
@@ -115,11 +115,6 @@ def _own_checkpoint(path: Path) -> Path | None:
             raise ConfigError([f"{path} is a run without a checkpoint. Give one that has been saved, or a file."])
         return found[0]
     return path if path.exists() and NAME.fullmatch(path.name) else None
-
-
-def _checked(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    check_whole(content, path)
-    return content
 
 
 def _own_problems(family: Family, path: Path, content: Mapping[str, Any], prediction: str) -> list[str]:
