@@ -143,20 +143,16 @@ def _reason(error: BaseException, rank: int) -> str:
 
 def fault(path: Path) -> str | None:
     """Say what is wrong with a checkpoint's files, or None: every byte is there."""
+    wrong = "is cut, changed, or of another save"
     try:
         if digest_of(path / FILES) != path.name.removesuffix(SUFFIX).rpartition("-")[2]:
-            return f"its {FILES} is changed, or of another save"
+            return f"its {FILES} {wrong}"
         files = json.loads(read_regular(path / FILES))
-    except FileNotFoundError:
-        return f"its {FILES} is missing"
-    for name, (num_bytes, digest) in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"its {name} is missing"
-        if (size := file.stat().st_size) != num_bytes:
-            return f"its {name} has {size:,} bytes of {num_bytes:,}"
-        if digest_of(file) != digest:
-            return f"its {name} is changed, or of another save"
+        for name, known in files.items():
+            if [(path / name).stat().st_size, digest_of(path / name)] != known:
+                return f"its {name} {wrong}"
+    except FileNotFoundError as error:
+        return f"its {Path(error.filename).name} is missing"
     if others := sorted(f.name for f in path.glob("*.safetensors") if f.name not in files):
         return f"{others[0]} is none of its files"
     return None

@@ -6,7 +6,7 @@ callbacks/run_record.py says what they are, and writes them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,16 +117,8 @@ def validations_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / METRICS) if line.get("validation")]
 
 
-def check_are_files(folder: Path) -> None:
-    """Look for what is no file where one of the run's belongs. Raises ConfigError: there is such."""
-    others = [path for name in ALL if (path := folder / name).exists() and not path.is_file()]
-    if others:
-        raise ConfigError([f"{path}: no file, where one of the run's belongs. Take it away." for path in others])
-
-
 def check_record(folder: Path) -> None:
     """Read what eval.py needs beside config.yaml, before anything is scored. Raises ConfigError: it is broken."""
-    check_are_files(folder)
     read_summary(folder)
     read_lines(folder / STARTS)
 
@@ -148,3 +140,21 @@ def lost_history(folder: Path, checkpoint: Mapping[str, Any] | None) -> dict[str
         if num_lines < record.get("lines", 0):
             found[METRICS] = f"has {num_lines} of {record['lines']} lines"
     return found
+
+
+# --- writing ---
+
+
+def as_lines(content: Iterable[Mapping[str, Any]]) -> str:
+    """Return JSON lines."""
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in content)
+
+
+def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Add JSON lines to a file of a run's record. Raises OSError: which file, and what to do."""
+    try:
+        with open(path, "a") as file:
+            file.write(as_lines(lines))
+    except OSError as error:
+        given = f"run_folder: {path} cannot be written: {error.strerror}"
+        raise OSError(f"{given}. The run stops; make room, and start the same command again.") from error

@@ -115,7 +115,7 @@ def read_history(folder: Path) -> History:
     missing: list[str] = []
     config, later = _config(folder, missing)
     starts = [line for line in _lines(folder / STARTS, missing) if number_of(line, "start") is not None]
-    kept, cut = _lines(folder / METRICS, missing), _lines(folder / CUT, missing, is_needed=False, is_scrap=True)
+    kept, cut = _lines(folder / METRICS, missing), _lines(folder / CUT, [], is_needed=False)
     seconds_of = _seconds_of(starts, [*kept, *cut])
     evaluations = [line for line in kept if line.get("evaluation")]
     of_windows = [line for line in kept if is_window(line) and number_of(line, "batch") is not None]
@@ -156,13 +156,8 @@ def grid_bytes(path: Path) -> bytes:
 # --- lines ---
 
 
-def _lines(path: Path, missing: list[str], *, is_needed: bool = True, is_scrap: bool = False) -> list[Line]:
-    """Return the objects of a .jsonl file; name once how many of its lines are none.
-
-    Args:
-        is_needed: every run has this file.
-        is_scrap: what killed writers left belongs into it.
-    """
+def _lines(path: Path, missing: list[str], *, is_needed: bool = True) -> list[Line]:
+    """Return the objects of a .jsonl file; name once how many of its lines are none. `is_needed`: every run has it."""
     if not path.exists():
         missing += [f"There is no {path.name}."] if is_needed else []
         return []
@@ -177,9 +172,9 @@ def _lines(path: Path, missing: list[str], *, is_needed: bool = True, is_scrap: 
                 broken += not is_unfinished
     except OSError as error:
         missing.append(f"{path.name} cannot be read: {error.strerror}.")
-    if is_unfinished and not is_scrap:
+    if is_unfinished:
         missing.append(f"The last line of {path.name} is cut off: its writer was stopped in the middle of it.")
-    if broken and not is_scrap:
+    if broken:
         missing.append(f"{path.name}: {broken:,} of its lines cannot be read. They are left out.")
     return found
 

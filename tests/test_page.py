@@ -22,9 +22,9 @@ import torch
 from conftest import ROOT
 from PIL import Image
 
+from record.files import append_lines
 from record.films import gif_of
 from record.history import COLUMNS, read_history
-from record.writing import append_lines
 from reports import page
 from reports.page_compare import differing, not_comparable, results
 from reports.page_facts import figures_of, images_in_all, result_of, times_of

@@ -22,7 +22,7 @@ from evaluation.score_table import Table
 from evaluation.scoring import FIGURES, Scorer
 from evaluation.unfinished import Parts
 from model import LatentDiffusion
-from record.config_file import LATER, keep_batch_size, read_config
+from record.config_file import LATER, keep_keys, read_config
 from record.files import run_id_of
 from record.summary import result_line, rounded, write_outcome
 from training import initial, speed, warm_start
@@ -209,7 +209,7 @@ def _ready(config: EvalCommand, place: Place, folder: Path, device: torch.device
 def keep(run: Path, batch_size: int) -> None:
     """Keep the batch size that was found in a run's folder, or say that it cannot be kept."""
     try:
-        keep_batch_size(run, batch_size)
+        keep_keys(run, {"eval.batch_size": batch_size})
     except OSError as error:
         given = f"eval.batch_size: {batch_size} was found, but {run / LATER} cannot be written: {error.strerror}"
         log.info(f"{given}. Another machine may find another one: give it with eval.batch_size.")

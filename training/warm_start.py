@@ -152,8 +152,6 @@ def _published_problems(family: Family, path: Path, prediction: str) -> list[str
         found = ldm.problems(str(path), _placed(family, module, path)[0])
     except ValueError as error:
         found = [str(error)]
-    if any("its keys are schema, identity, progress" in text for text in found):
-        return [f"{path} is a run's checkpoint under another name. Give it the name back that it was written under."]
     stated, words = trained_on(path).get("prediction"), scheduler_config(path).get("prediction_type")
     if stated is None and words is not None:
         found.append(
@@ -208,16 +206,17 @@ def first_object(paths: Sequence[Path]) -> dict[str, Any]:
 
 def has_average(path: Path) -> bool:
     """True where a single file has EMA weights beside, or instead of, the training weights."""
-    try:
-        return any(name.startswith("model_ema.diffusion_model") for name in open_weights(path).entries)
-    except ValueError:
-        return False  # said where its weights are read
+    return _has(path, "model_ema.diffusion_model")
 
 
 def is_adapter(path: Path) -> bool:
     """True for a single file of LoRA, as diffusers (peft) and kohya's scripts name its tensors."""
+    return _has(path, ".lora_A.") or _has(path, ".lora_down.")
+
+
+def _has(path: Path, part: str) -> bool:
     try:
-        return any(".lora_A." in name or ".lora_down." in name for name in open_weights(path).entries)
+        return any(part in name for name in open_weights(path).entries)
     except ValueError:
         return False  # said where its weights are read
 

@@ -17,7 +17,7 @@ from evaluation.meter import QUEUE_SEC, Meter, Pace
 from evaluation.scoring import EvalConfig, Scorer
 from model import build_model
 from record.checkpoint_files import FULL, listed, read
-from training.copy_stream import CopyStream
+from training.device import CopyStream
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
 
