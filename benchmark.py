@@ -86,7 +86,6 @@ from training.eval_callbacks import (
     outcome_of,
 )
 from training.health import build_health
-from training.initial import load_start
 from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
 from training.resume import RunState, check_encoders, check_evaluations, check_validations, kept, open_run
@@ -101,6 +100,7 @@ from training.run_callbacks import (
 )
 from training.run_config import ALIASES, RunConfig, as_tried, build_for_training, resolve
 from training.trainer import NonBlockingTrainer
+from training.warm_start import load_start
 from zoo.mlperf import benchmark_of
 
 gc.freeze()  # what is loaded stays

@@ -16,23 +16,32 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from cli import ranks
 from cli.command_line import Problem
 from cli.errors import ConfigError
+from cli.log import log
+from config import flat
 from model import LatentDiffusion, weights_dtype
 from record.checkpoint_files import FULL, NAME, WEIGHTS, fault, listed, outline, read
+from training import adapter
+from training.sharding import is_sharded
 from weights import hub, hub_names, ldm, ldm_names
 from weights.files import Refused, open_weights, shown
-from weights.tensors import canonical_name, difference, on_meta, tensor_specs
-from zoo import load_family
+from weights.tensors import canonical_name, difference, fingerprint, on_meta, tensor_specs
+from zoo import load_family, mlperf
 from zoo.encoders import need_of_denoiser
 from zoo.model_config import ModelConfig
 from zoo.sampling import FLOW, OF_FLOW
 from zoo.spec import Family
+
+if TYPE_CHECKING:
+    from training.resume import RunState
+    from training.run_config import RunConfig
 
 KEYS = ("model.denoiser", "model.family", "model.preset", "model.variant", "objective.prediction")
 PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}
@@ -99,6 +108,53 @@ def load(model: LatentDiffusion, place: str, weights: Literal["ema", "training"]
         for name, tensor in model.denoiser.state_dict().items():
             tensor.copy_(tensors[PREFIX + canonical_name(name)])
     return [f"begins with {own} (batch {progress['batch']:,}, {progress['images']:,} images)"]
+
+
+def load_start(config: RunConfig, model: LatentDiffusion, run: RunState) -> str | None:
+    """Bring the denoiser to where training begins, and tell the user what is worth knowing about a run's weights.
+
+    A run that goes on has its weights in its checkpoint. Only one with an adapter needs its base again.
+
+    Returns:
+        the fingerprint of the weights that it begins with, None for random ones without an adapter.
+
+    Raises:
+        ConfigError: the adapter in the run's checkpoint has another base.
+    """
+    notes, start = [f"model.weights: {note}" for note in model.encoders.notes], None
+    saved = None if run.checkpoint is None else run.checkpoint[1]["identity"].get("denoiser_start")
+    if config.lora.is_given:
+        added, start = add_adapter(config, model)
+        notes += added
+        if run.checkpoint is not None and saved != start:
+            raise ConfigError([adapter.other_base(start, str(run.checkpoint[0]), saved)])
+    elif run.checkpoint is not None:
+        start = saved
+    elif config.model.denoiser is not None:
+        place = config.model.denoiser
+
+        def begun() -> tuple[list[str], str]:
+            return load(model, place), fingerprint(model.denoiser)
+
+        loaded, start = ranks.on_rank_zero(begun) if is_sharded(config) else begun()  # which alone has it then
+        notes += [f"model.denoiser: {note}" for note in loaded]
+    if benchmark := mlperf.benchmark_of(config.model.family, config.model.variant):
+        deviations = benchmark.deviations(flat(config), config.mlperf.ruleset)
+        notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in deviations]
+    for note in notes:
+        log.info(note)
+    return start
+
+
+def add_adapter(config: RunConfig, model: LatentDiffusion) -> tuple[list[str], str]:
+    """Load the base and add the adapter of a resolved run; return notes for the user, and the base's fingerprint."""
+    assert config.precision is not None
+    notes = []
+    if config.model.denoiser is not None:
+        notes += [f"model.denoiser: {note}" for note in load(model, config.model.denoiser)]
+    base = fingerprint(model.denoiser)
+    adapter.add(model, config.lora, base=base, seed=config.seed, precision=config.precision)
+    return notes, base
 
 
 def _own_checkpoint(path: Path) -> Path | None:
