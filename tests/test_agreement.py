@@ -60,11 +60,9 @@ def test_a_key_that_only_a_newer_version_has_differs_too(beside):
     assert problems(RunConfig()) == [f"zzz.new: none on rank 0 (a), 1 on ranks 1 (b), 2 (b). {NEED['config']}"]
 
 
-def test_other_code_is_named_by_its_commit_and_digest(beside, monkeypatch):
-    monkeypatch.setattr(agreement, "commit", lambda: "abc123")
-    own = agreement.code()
-    beside(code="commit c0ffee, files of sha256 0123456789ab")
-    given = f"code: {own} on rank 0 (a), commit c0ffee, files of sha256 0123456789ab on ranks 1 (b), 2 (b)"
+def test_other_code_is_named_by_its_digest(beside):
+    beside(code="files of sha256 0123456789ab")
+    given = f"code: {agreement.code()} on rank 0 (a), files of sha256 0123456789ab on ranks 1 (b), 2 (b)"
     assert problems(RunConfig()) == [f"{given}. {NEED['code']}"]
 
 

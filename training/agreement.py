@@ -21,7 +21,7 @@ from cli import masking, meeting, ranks
 from cli.errors import ConfigError
 from cli.watching import Watch
 from config import flat
-from record.environment import commit, versions
+from record.environment import versions
 from stages.dataset import Stage
 from training.run_config import RunConfig
 
@@ -104,12 +104,12 @@ def check_stages(config: RunConfig, stages: Sequence[Stage], held_out: Stage | N
 
 
 def code() -> str:
-    """Return the commit, and the digest of the project's code, tests left out."""
+    """Return the digest of the project's code, tests left out. Not the commit: a copy of the tree may have none."""
     rooms = sorted(init.parent for init in ROOT.glob("*/__init__.py") if init.parent.name != "tests")
     digest = hashlib.sha256()
     for file in sorted([*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))]):
         digest.update(file.read_bytes())
-    return f"commit {commit()}, files of sha256 {digest.hexdigest()[:12]}"
+    return f"files of sha256 {digest.hexdigest()[:12]}"
 
 
 def _versions() -> dict[str, str]:
