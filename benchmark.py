@@ -62,7 +62,7 @@ from model import BatchRandomness, LatentDiffusion
 from preflight import plan
 from preflight.checks import check
 from preflight.run import cost_of, microbatch_of, savings
-from record.config_file import found_batch_size, say_what_is_later
+from record.config_file import found_batch_size
 from record.environment import asked_for_cpu
 from record.summary import result_line
 from stages.dataset import Stage
@@ -74,7 +74,7 @@ from training.checkpoint_content import Progress, restore
 from training.checkpoints import Checkpointer, Stopped
 from training.cost import Cost
 from training.destinations import Destination
-from training.device import build_device, composer_precision
+from training.device import CopyStream, build_device, composer_precision
 from training.endings import page_if_it_fails, what_is_left, write_page
 from training.eval_callbacks import (
     Pause,
@@ -85,12 +85,10 @@ from training.eval_callbacks import (
     draw_evaluations,
     outcome_of,
 )
-from training.evaluated import check_validations
 from training.health import build_health
-from training.initial import load_start
 from training.loggers import WandbMode, build_loggers, reach
 from training.optimizer import build_optimizer, build_schedule, total_batches
-from training.resume import RunState, check_encoders, kept, open_run
+from training.resume import RunState, check_encoders, check_evaluations, check_validations, kept, open_run
 from training.run_callbacks import (
     build_checkpointer,
     build_losses,
@@ -101,6 +99,7 @@ from training.run_callbacks import (
 )
 from training.run_config import ALIASES, RunConfig, as_tried, build_for_training, resolve
 from training.trainer import NonBlockingTrainer
+from training.warm_start import load_start
 from zoo.mlperf import benchmark_of
 
 gc.freeze()  # what is loaded stays
@@ -240,7 +239,8 @@ def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks
     )
     scorer = build_scorer(config, run.folder)
     if scorer is not None:
-        run.verify_evaluations({**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights})
+        settings = {**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights}
+        check_evaluations(run.folder, run.progress.batch, settings)
     if held_out is not None and config.target.val_loss is not None:
         check_validations(run.folder, run.progress.batch, config.validation.identity_of(held_out))
     return Networks(config, model, scorer, cost, stages, sizes, held_out, identity)
@@ -389,13 +389,12 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         debug = config.loggers.debug
         if command_line.print_config:
             return show(config)
-        say_what_is_later(command_line.yaml)
         if left_out is not None:
             log.info(left_out)
         config = resolved = resolve(remote.as_begun(config))
         asked_for_cpu()
         with remote.uploading(config) as uploads:
-            result = remote.finished_here(config, uploads) or train(config, began, uploads)
+            result = train(config, began, uploads)
     except ConfigError as error:
         if command_line.print_config and error.config is not None:
             show(error.config)

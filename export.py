@@ -52,7 +52,7 @@ from record.environment import commit
 from record.files import check_record, evaluations_of, read_summary, run_id_of
 from record.summary import result_line
 from reports.model_card import Card
-from training import adapter, initial
+from training import adapter, warm_start
 from training.places import EXPORT
 from training.run_config import RunConfig, build
 from training.snapshots import load_snapshot
@@ -330,7 +330,7 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     run_config = dataclasses.replace(run_config, model=model_config.fetched(run_config.model))
     model = build(run_config)
     if run_config.lora.is_given:  # in float32, whatever the run computes in
-        initial.add_adapter(dataclasses.replace(run_config, precision="fp32"), model)
+        warm_start.add_adapter(dataclasses.replace(run_config, precision="fp32"), model)
     progress = load_snapshot(model, path, config.weights or run_config.eval.weights, weights_key="weights")
     alone = adapter.tensors(model) if config.lora == "separate" else None
     if model.adapter is not None:

@@ -6,7 +6,7 @@
 A rung is a YAML of yamls/ with the ladder's keys and some of its own; the first one is the baseline. The table sets each
 against the last one before it that ran, or against the one that it names as `over`, and against the baseline, where device
 and commit are the same (and the call, where no commit names the code). A rung's record,
-RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's name, command, evaluations, validations, profile, status:
+RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's name, command, evaluations, validations, status:
 ok, or refused (by the configuration check), out_of_memory, timeout, killed, failed, with the end of what the run printed. A
 rung that has an `ok` record of this commit is not run again, so that the command can be called until all are there; no call
 takes longer than `budget_sec` and `limit_sec` together. Where there is no git, EASEL_COMMIT says which commit this is.
@@ -168,15 +168,14 @@ def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None, group: str | 
 
 
 def _of_run(run: Path) -> dict[str, Any]:
-    """Return what a record keeps of a finished run besides its summary: windows, evaluations, validations, profile."""
+    """Return what a record keeps of a finished run besides its summary: windows, evaluations, validations."""
     lines, found = list(read_lines(run / "metrics.jsonl")), {}
     if windows := [rounded(float(speed)) for speed in read_history(run).speeds]:
         found[WINDOWS] = windows
     for kind, keys in OF_POINTS.items():
         if points := [{key: line[key] for key in keys} for line in lines if line.get(kind)]:
             found[f"{kind}s"] = points
-    profile = run / "profile/table.json"
-    return {**found, **({"profile": json.loads(profile.read_text())} if profile.is_file() else {})}
+    return found
 
 
 def _done(path: Path, here: str | None) -> bool:

@@ -3,8 +3,7 @@
     composer benchmark.py ... profile.batches=3
 
 RUN_FOLDER/RUN_NAME/profile/trace.json.gz    for chrome://tracing or ui.perfetto.dev
-                            table.txt        time by kind, and the slowest kernels (record/profile_table.py)
-                            table.json       the same
+                            table.txt        the operators and kernels that take most time of their own
 
 We use torch.profiler, not composer.profiler: the latter restarts its cycles in every epoch, instruments every event of the
 run for a trace of its own, and has no table. Rank 0 records.
@@ -15,8 +14,6 @@ contain any of these batches, or the writing of the trace, are not measured wind
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +23,12 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from cli.files import write_json, write_whole
+from cli.files import write_whole
 from cli.limits import limited
 from cli.log import log
-from record import profile_table
 
 FOLDER = "profile"
+NUM_ROWS = 50
 
 
 @dataclass(frozen=True)
@@ -132,13 +129,11 @@ class Profile(Callback):
 
     def _keep(self, profiler: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "trace.json.gz"
-        profiler.export_chrome_trace(str(path))
-        with gzip.open(path, "rt") as file:
-            table = {"about": self.about, **profile_table.tabulate(json.load(file)["traceEvents"])}
-        write_json(self.folder / "table.json", table)
+        profiler.export_chrome_trace(str(self.folder / "trace.json.gz"))
+        own_time = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=own_time, row_limit=NUM_ROWS)
         about = "".join(f"{key}: {value}\n" for key, value in self.about.items())
-        write_whole(self.folder / "table.txt", f"{about}\n{profile_table.text(table)}")
+        write_whole(self.folder / "table.txt", f"{about}\n{table}")
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self._profiler is not None:

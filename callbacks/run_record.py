@@ -30,7 +30,7 @@ from composer.utils import dist
 
 from cli import masking
 from cli.errors import text_of
-from cli.files import read_regular, write_json, write_whole
+from cli.files import write_json, write_whole
 from cli.limits import limited
 from cli.log import log
 from record.config_file import ConfigFiles
@@ -39,8 +39,9 @@ from record.files import (
     BAD_SAMPLES,
     CUT,
     METRICS,
-    MOST_OF_LINES,
     STARTS,
+    append_lines,
+    as_lines,
     is_window,
     read_lines,
     remove_left_overs,
@@ -49,7 +50,6 @@ from record.files import (
 from record.history import read_history
 from record.metric_names import EVALUATION, IMAGES, VALIDATION, WINDOW, bins_named, named, streams_named
 from record.summary import COST_KEYS, RESULT_KEYS, finite, rounded, spent
-from record.writing import append_lines, as_lines
 
 if TYPE_CHECKING:
     from callbacks.gradient_norm import GradientNorm
@@ -200,18 +200,12 @@ class RunRecord(Callback):
 
     def _cut_back(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
         """Keep and return some lines of metrics.jsonl; move the others to metrics.cut.jsonl."""
-        path = self.folder / METRICS
-        whole = read_lines(path)
-        texts = read_regular(path, MOST_OF_LINES).split(b"\n") if path.exists() else []
-        kept = [line for line in whole if is_kept(line)]
-        cut = [text for text, line in zip(texts, whole, strict=False) if not is_kept(line)]
-        cut += [text for text in texts[len(whole) :] if text]  # an unfinished line of a killed writer
+        path, lines = self.folder / METRICS, read_lines(self.folder / METRICS)
+        kept, cut = [line for line in lines if is_kept(line)], [line for line in lines if not is_kept(line)]
         if cut:
-            with open(self.folder / CUT, "ab") as file:
-                file.write(b"".join(text + b"\n" for text in cut))
-            write_whole(path, as_lines(kept))
-        elif texts and texts[-1]:
-            write_whole(path, as_lines(kept))  # or its last line is unfinished
+            append_lines(self.folder / CUT, cut)
+        if path.exists():
+            write_whole(path, as_lines(kept))  # drops an unfinished line of a killed writer too
         return kept
 
     def state_dict(self) -> dict[str, Any]:

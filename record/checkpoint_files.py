@@ -21,7 +21,6 @@ from typing import IO, Any
 
 import torch
 import xxhash
-from torch import Tensor
 
 from cli.errors import ConfigError
 from cli.files import to_disk, whole
@@ -34,10 +33,6 @@ FULL, WEIGHTS, PART = "full-ba", "weights-im", "part-"
 NAME = re.compile(
     rf"(?P<kind>{FULL}|{WEIGHTS}|{PART}[0-9a-f]{{16}}-)(?P<number>\d{{12}})-(?P<digest>[0-9a-f]{{32}})\.(pt|parts)"
 )
-
-
-COUNTS = ("epoch", "batch", "images", "batch_in_epoch", "images_in_epoch", "seconds")
-"""What a checkpoint says of how far the run was; training.checkpoints.Progress."""
 
 
 def stem(kind: str, number: int) -> str:
@@ -89,11 +84,7 @@ def write(folder: Path, name: str, content: Mapping[str, Any]) -> Path:
         except RuntimeError as error:
             raise (digesting.error or error) from error
     to_disk(folder)
-    for other in folder.glob(f"{name}-*"):
-        if other != path() and NAME.fullmatch(
-            other.name
-        ):  # of a life of the run that was cut back to before this batch
-            checkpoint_folders.remove(other)
+    checkpoint_folders.remove_others(path(), name)
     return path()
 
 
@@ -117,15 +108,10 @@ def is_whole(path: Path) -> bool:
 
 def fault(path: Path) -> str | None:
     """Say what is wrong with a checkpoint's bytes, or None: they have the digests that were taken when it was written."""
-    match = NAME.fullmatch(path.name)
-    assert match is not None
     if path.is_dir():
         return checkpoint_folders.fault(path)
-    return (
-        None
-        if checkpoint_folders.digest_of(path) == match["digest"]
-        else "its bytes do not have the digest in its name"
-    )
+    is_as_named = checkpoint_folders.digest_of(path) == path.stem.rpartition("-")[2]
+    return None if is_as_named else "its bytes do not have the digest in its name"
 
 
 def find_newest(folder: Path) -> Path | None:
@@ -138,22 +124,16 @@ def find_newest(folder: Path) -> Path | None:
     """
     for temporary in folder.glob(".*.tmp"):
         checkpoint_folders.remove(temporary)
-    damaged = []
     for path in listed(folder, FULL):
         if (wrong := fault(path)) is None:
             return path
         aside = path.with_name(path.name + ".damaged")
         checkpoint_folders.remove(aside)  # of an earlier start, before somebody brought back a copy
-        damaged.append(path.rename(aside))
+        path.rename(aside)
         log.info(f"checkpoints: {path} is damaged ({wrong}); set aside.")
-    damaged += [path for path in folder.glob(f"{FULL}*.damaged") if path not in damaged]
-    if damaged:
-        raise ConfigError(
-            [
-                f"checkpoints: every one of the {len(damaged)} full checkpoints in {folder} is damaged, the newest is "
-                f"{max(damaged).name}. Bring back a copy, or take another run_name to begin anew."
-            ]
-        )
+    if damaged := sorted(path.name for path in folder.glob(f"{FULL}*.damaged")):
+        given = f"every one of the {len(damaged)} full checkpoints in {folder} is damaged, the newest is {damaged[-1]}"
+        raise ConfigError([f"checkpoints: {given}. Bring back a copy, or take another run_name to begin anew."])
     return None
 
 
@@ -175,44 +155,15 @@ def outline(path: Path) -> dict[str, Any]:
             check_records(file, archive)  # torch reads the small ones as long as they claim to be
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        given = named.group(1) if named else str(error).splitlines()[0]
-        raise ConfigError(
-            [f"{path}: holds more than tensors and plain values ({given}). No code from a file runs here. Remove it."]
-        ) from error
+        global_name = re.search(r"GLOBAL ([\w.]+)", str(error))
+        given = global_name.group(1) if global_name else str(error).splitlines()[0]
+        text = f"{path}: holds more than tensors and plain values ({given}). No code from a file runs here. Remove it."
+        raise ConfigError([text]) from error
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error).splitlines()[0].removeprefix(f"{file}: ").rstrip(".")
-        raise ConfigError(
-            [f"{path}: cannot be read as a checkpoint: {reason}. Remove it, or bring back a copy."]
-        ) from error
+        text = f"{path}: cannot be read as a checkpoint: {reason}. Remove it, or bring back a copy."
+        raise ConfigError([text]) from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         given = content.get("schema") if isinstance(content, dict) else type(content).__name__
         raise ConfigError([f"{path}: has schema {given}; this version reads {SCHEMA}. Use the version that wrote it."])
     return content
-
-
-def check_whole(content: Mapping[str, Any], path: Path) -> None:
-    """Look at the build of a checkpoint before anything of it is used. Raises ConfigError: it has another one."""
-    full = path.name.startswith(FULL)
-    sections = ["identity", "progress", "model", "callbacks", *(["optimizer", "schedule", "scaler"] if full else [])]
-    wrong = [key for key in sections if not isinstance(content.get(key), dict)]
-    if not isinstance(content.get("ema"), dict | None) or not isinstance(
-        (content.get("ema") or {}).get("weights", {}), dict
-    ):
-        wrong.append("ema")
-    if not wrong:
-        progress, optimizer = content["progress"], content.get("optimizer", {"names": [], "param_groups": []})
-        if progress.keys() != set(COUNTS) or any(not isinstance(count, int | float) for count in progress.values()):
-            wrong.append("progress")
-        elif stem(FULL, progress["batch"]) != path.name.rpartition("-")[0] and full:
-            wrong.append("progress.batch")
-        wrong += [key for key in ("names", "param_groups") if not isinstance(optimizer.get(key), list)]
-        if full and not all(isinstance(kept, dict) for kept in optimizer.get("state", {0: None}).values()):
-            wrong.append("optimizer.state")
-        if not all(isinstance(kept, dict) for kept in content["callbacks"].values()):
-            wrong.append("callbacks")
-        if not all(isinstance(tensor, Tensor) for tensor in content["model"].values()):
-            wrong.append("model")
-    if wrong:
-        given = f"its {', '.join(wrong)} is not what a {'full checkpoint' if full else 'snapshot'} has"
-        raise ConfigError([f"{path}: {given}. It was not written by this program: remove it."])

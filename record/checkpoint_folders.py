@@ -93,13 +93,10 @@ def write(folder: Path, name: str, content: Mapping[str, Any], rank: int, gather
         to_disk(place / FILES)
         to_disk(place)
         final = folder / f"{name}-{digest_of(place / FILES)}{SUFFIX}"
-        if final.exists():  # the same bytes, of a life of the run that was cut back to before this batch
-            remove(final)
+        remove(final)  # the same bytes, of a life of the run that was cut back to before this batch
         place.rename(final)
         to_disk(folder)
-        for other in folder.glob(f"{name}-*"):
-            if other != final and other.suffix in (".pt", SUFFIX):  # of such a life, with other bytes
-                remove(other)
+        remove_others(final, name)
         return final.name
 
     try:
@@ -107,11 +104,8 @@ def write(folder: Path, name: str, content: Mapping[str, Any], rank: int, gather
         writer = HuggingFaceStorageWriter(str(place), save_distributed=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\.distributed")  # its advice, once a save
-            _together(
-                lambda: save(dict(flattened(content, is_part)), storage_writer=writer, process_group=group),
-                rank,
-                gather,
-            )
+            tensors = dict(flattened(content, is_part))
+            _together(lambda: save(tensors, storage_writer=writer, process_group=group), rank, gather)
         parts = _together(own, rank, gather)
         return folder / _on_first(lambda: end(parts), rank, gather)
     except BaseException:
@@ -149,20 +143,16 @@ def _reason(error: BaseException, rank: int) -> str:
 
 def fault(path: Path) -> str | None:
     """Say what is wrong with a checkpoint's files, or None: every byte is there."""
+    wrong = "is cut, changed, or of another save"
     try:
         if digest_of(path / FILES) != path.name.removesuffix(SUFFIX).rpartition("-")[2]:
-            return f"its {FILES} is changed, or of another save"
+            return f"its {FILES} {wrong}"
         files = json.loads(read_regular(path / FILES))
-    except FileNotFoundError:
-        return f"its {FILES} is missing"
-    for name, (num_bytes, digest) in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"its {name} is missing"
-        if (size := file.stat().st_size) != num_bytes:
-            return f"its {name} has {size:,} bytes of {num_bytes:,}"
-        if digest_of(file) != digest:
-            return f"its {name} is changed, or of another save"
+        for name, known in files.items():
+            if [(path / name).stat().st_size, digest_of(path / name)] != known:
+                return f"its {name} {wrong}"
+    except FileNotFoundError as error:
+        return f"its {Path(error.filename).name} is missing"
     if others := sorted(f.name for f in path.glob("*.safetensors") if f.name not in files):
         return f"{others[0]} is none of its files"
     return None
@@ -207,3 +197,10 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def remove_others(path: Path, name: str) -> None:
+    """Remove checkpoints of the same batch: of a life of the run that was cut back to before it."""
+    for other in path.parent.glob(f"{name}-*"):
+        if other != path and other.suffix in (".pt", SUFFIX):
+            remove(other)

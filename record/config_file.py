@@ -19,7 +19,6 @@ from cli import masking
 from cli.command_line import Assignment, Problem, leaves, read_yaml
 from cli.errors import ConfigError
 from cli.files import read_regular, write_whole
-from cli.log import log
 from config import resolved
 
 CONFIG, LATER = "config.yaml", "later.yaml"
@@ -68,28 +67,11 @@ def _as_it_stands(path: Path) -> dict[str, Any]:
     return dict(keys)
 
 
-def say_what_is_later(config_yaml: str | None) -> None:
-    """Tell a person who begins a run with another one's config.yaml what that one was given later."""
-    if config_yaml is not None and Path(config_yaml).name == CONFIG:
-        later = Path(config_yaml).with_name(LATER)
-        values, _ = read_yaml(str(later)) if later.is_file() else ([], [])
-        if keys := [at.key for at in values]:
-            given = (
-                f"{config_yaml}: that run as it was begun. {later} has what is otherwise since then: {', '.join(keys)}"
-            )
-            log.warning(f"{given}. Give these keys too to repeat it as it is now.")
-
-
 def _yaml(keys: Mapping[str, Any]) -> str:
     tree = OmegaConf.create()
     for key, value in keys.items():
         OmegaConf.update(tree, key, value, force_add=True)
     return OmegaConf.to_yaml(tree) if keys else ""
-
-
-def keep_batch_size(folder: Path, batch_size: int) -> None:
-    """Keep the batch size of evaluation that was found."""
-    keep_keys(folder, {"eval.batch_size": batch_size})
 
 
 def found_batch_size(folder: Path) -> int | None:
@@ -125,6 +107,5 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def masked_text(folder: Path) -> str:
-    """Return both files as one YAML without secrets: an earlier version's may have a password in an address."""
-    text, later = read_regular(folder / CONFIG).decode(), _as_it_stands(folder / LATER)
-    return masking.masked(_yaml({**_as_it_stands(folder / CONFIG), **later}) if later else text)
+    """Return both files as one YAML without secrets."""
+    return masking.masked(_yaml({**_as_it_stands(folder / CONFIG), **_as_it_stands(folder / LATER)}))

@@ -6,7 +6,7 @@ callbacks/run_record.py says what they are, and writes them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +21,13 @@ OTHERS = ("config.yaml", "later.yaml", "environment.json", "mlperf.log", *SCORES
 ALL = (STARTS, METRICS, CUT, BAD_SAMPLES, SUMMARY, *OTHERS)
 MOST_OF_LINE = 2**22  # bytes
 MOST_OF_LINES = 2**30  # bytes of a file of lines: a million windows have some 2**29
-NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
-    STARTS: {"start": int, "run_id": str, "device": str, "num_devices": int},
-    METRICS: {"batch": int},
-    BAD_SAMPLES: {"sample": int, "key": str, "reason": str},
+NEEDED = {
+    STARTS: ("start", "run_id", "device", "num_devices"),
+    METRICS: ("batch", "images"),
+    BAD_SAMPLES: ("sample", "key", "reason"),
 }
-"""File -> what every line of it has, and of which type."""
-NUMBER = (int, float)
+"""File -> what every line of it has."""
 CLOCKS = ("train_sec", "data_wait_sec", "eval_sec", "other_sec")
-OF_WINDOW = {
-    **dict.fromkeys(("images", "window_batches"), int),
-    **dict.fromkeys(("loss", "images_per_sec", "peak_mem_gib", *CLOCKS), NUMBER),
-    "warmup": bool,
-}
-OF_EVALUATION = {"images": int, "seconds": NUMBER, "eval_sec": NUMBER}
-OF_VALIDATION = {"images": int, "seconds": NUMBER, "val_loss": (*NUMBER, type(None)), "val_loss_bins": list}
-OPTIONAL = {
-    "start": int,
-    "start_sec": NUMBER,
-    "seconds": NUMBER,
-    "failed": str,
-    "how": dict,
-    "lost": list,
-    **dict.fromkeys(("fid", "clip"), (*NUMBER, type(None))),
-}
-"""What a line may have, or not, where something was not measured."""
 
 
 def remove_left_overs(folder: Path) -> None:
@@ -79,28 +61,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         for number, text, content in parsed_lines(path) if path.exists() else ():
             if content is None and not text.endswith(b"\n"):
                 break
-            wrong = f"'{text[:-1][:40].decode(errors='replace')}' is no whole JSON object"
-            if content is None or (wrong := _wrong_in(path.name, content) or ""):
+            if content is None:
+                wrong = f"'{text[:-1][:40].decode(errors='replace')}' is no whole JSON object"
                 raise ConfigError([f"{path}: line {number:,} cannot be read: {wrong}. {fix}"])
+            if missing := [key for key in NEEDED.get(path.name, ()) if key not in content]:
+                raise ConfigError([f"{path}: line {number:,} cannot be read: it has no {missing[0]}. {fix}"])
             found.append(content)
     except OSError as error:
         raise ConfigError([f"{path} cannot be read: {error.strerror}. It is the run's own: bring it back."]) from error
     return found
-
-
-def _wrong_in(name: str, line: Mapping[str, Any]) -> str | None:
-    """Say which value is none that a line of this file has, or None."""
-    needed = NEEDED.get(name, {})
-    if name == METRICS:
-        kind = OF_WINDOW if is_window(line) else OF_EVALUATION if line.get("evaluation") else OF_VALIDATION
-        needed = {**needed, **kind}
-    optional = {key: kinds for key, kinds in OPTIONAL.items() if key in line}
-    for key, kinds in {**optional, **needed}.items():
-        value = line.get(key)
-        is_one = isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool))
-        if not is_one:
-            return f"its {key} is {json.dumps(value)[:40]}" if key in line else f"it has no {key}"
-    return None
 
 
 def is_window(line: Mapping[str, Any]) -> bool:
@@ -117,16 +86,15 @@ def read_summary(folder: Path, *counts: str) -> dict[str, Any]:
     Raises:
         ConfigError: it is broken, or lacks one of them.
     """
-    path = folder / SUMMARY
+    path, said = folder / SUMMARY, ""
     try:
         summary = json.loads(read_regular(path)) if path.is_file() else {}
-        said = "" if isinstance(summary, dict) else f"it holds a {type(summary).__name__}"
-        if not said and summary and (missing := [key for key in counts if not isinstance(summary.get(key), int)]):
+        if not isinstance(summary, dict):
+            said = f"it holds a {type(summary).__name__}"
+        elif summary and (missing := [key for key in counts if not isinstance(summary.get(key), int)]):
             said = f"its {missing[0]} is no whole number"
-    except (ValueError, RecursionError) as error:
-        said, summary = str(error), {}
-    except OSError as error:
-        said, summary = str(error.strerror), {}
+    except (ValueError, RecursionError, OSError) as error:
+        said = getattr(error, "strerror", None) or str(error)
     if said:
         ways = "Remove it: benchmark.py then resumes from the run's newest checkpoint, and writes it again"
         raise ConfigError([f"{path} is no whole summary: {said}. {ways}."])
@@ -149,16 +117,8 @@ def validations_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / METRICS) if line.get("validation")]
 
 
-def check_are_files(folder: Path) -> None:
-    """Look for what is no file where one of the run's belongs. Raises ConfigError: there is such."""
-    others = [path for name in ALL if (path := folder / name).exists() and not path.is_file()]
-    if others:
-        raise ConfigError([f"{path}: no file, where one of the run's belongs. Take it away." for path in others])
-
-
 def check_record(folder: Path) -> None:
     """Read what eval.py needs beside config.yaml, before anything is scored. Raises ConfigError: it is broken."""
-    check_are_files(folder)
     read_summary(folder)
     read_lines(folder / STARTS)
 
@@ -170,17 +130,31 @@ def lost_history(folder: Path, checkpoint: Mapping[str, Any] | None) -> dict[str
         checkpoint: its content, or None where the run has none.
     """
     starts = [start["start"] for start in read_lines(folder / STARTS)]
-    if checkpoint is None:
-        return {} if starts == list(range(1, len(starts) + 1)) else {STARTS: _said(starts, max(starts), "start")}
-    kept, batch = checkpoint["callbacks"].get("RunRecord", {}), checkpoint["progress"]["batch"]
-    found, num_starts = {}, max([kept.get("starts", 1), *starts])
+    record = {} if checkpoint is None else checkpoint["callbacks"].get("RunRecord", {})
+    num_starts, found = max([record.get("starts", 0), *starts], default=0), {}
     if starts != list(range(1, num_starts + 1)):
-        found[STARTS] = _said(starts, num_starts, "start")
-    lines = [line for line in read_lines(folder / METRICS) if line["batch"] <= batch and not line.get("unfinished")]
-    if len(lines) < kept.get("lines", 0):
-        found[METRICS] = _said(lines, kept["lines"], "line")
+        found[STARTS] = f"has {len(starts)} of {num_starts} starts"
+    if checkpoint is not None:
+        batch, lines = checkpoint["progress"]["batch"], read_lines(folder / METRICS)
+        num_lines = sum(line["batch"] <= batch and not line.get("unfinished") for line in lines)
+        if num_lines < record.get("lines", 0):
+            found[METRICS] = f"has {num_lines} of {record['lines']} lines"
     return found
 
 
-def _said(there: list[Any], num: int, what: str) -> str:
-    return f"has {len(there)} of {num} {what}s"
+# --- writing ---
+
+
+def as_lines(content: Iterable[Mapping[str, Any]]) -> str:
+    """Return JSON lines."""
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in content)
+
+
+def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Add JSON lines to a file of a run's record. Raises OSError: which file, and what to do."""
+    try:
+        with open(path, "a") as file:
+            file.write(as_lines(lines))
+    except OSError as error:
+        given = f"run_folder: {path} cannot be written: {error.strerror}"
+        raise OSError(f"{given}. The run stops; make room, and start the same command again.") from error

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ import numpy as np
 from cli import masking
 from cli.files import read_regular
 from record.config_file import CONFIG, LATER, read_files
-from record.files import BAD_SAMPLES, CLOCKS, CUT, METRICS, STARTS, SUMMARY, parsed_lines
+from record.files import BAD_SAMPLES, CLOCKS, CUT, METRICS, STARTS, SUMMARY, is_window, parsed_lines
 from record.mlperf_events import is_number
 
-SCHEMA = 1
-"""Of lines that this version writes (callbacks/run_record.py)."""
 SCORES = "eval.jsonl"
 FLAGS = ("warmup", "profiled", "unfinished")
 COLUMNS = (
@@ -118,9 +115,11 @@ def read_history(folder: Path) -> History:
     missing: list[str] = []
     config, later = _config(folder, missing)
     starts = [line for line in _lines(folder / STARTS, missing) if number_of(line, "start") is not None]
-    kept, cut = _Lines(folder / METRICS, missing), _Lines(folder / CUT, missing, is_scrap=True)
-    seconds_of = _seconds_of(starts, kept, cut)
-    windows = kept.columns()
+    kept, cut = _lines(folder / METRICS, missing), _lines(folder / CUT, [], is_needed=False)
+    seconds_of = _seconds_of(starts, [*kept, *cut])
+    evaluations = [line for line in kept if line.get("evaluation")]
+    of_windows = [line for line in kept if is_window(line) and number_of(line, "batch") is not None]
+    windows = _columns(of_windows)
     found = History(
         folder=folder,
         config=config,
@@ -129,12 +128,12 @@ def read_history(folder: Path) -> History:
         summary=_object(folder / SUMMARY, missing, is_needed=False),
         starts=starts,
         windows={**windows, "elapsed_sec": _elapsed(windows, seconds_of)},
-        streams={name: _padded(values, len(windows["batch"])) for name, values in kept.streams.items()},
-        evaluations=kept.evaluations,
-        validations=kept.validations,
-        scores=list(_lines(folder / SCORES, missing, is_needed=False)),
-        cut=cut.windows_cut,
-        bad_samples=list(_lines(folder / BAD_SAMPLES, missing, is_needed=False)),
+        streams=_streams(of_windows),
+        evaluations=evaluations,
+        validations=[line for line in kept if line.get("validation") and not line.get("evaluation")],
+        scores=_lines(folder / SCORES, missing, is_needed=False),
+        cut=[line for line in cut if is_window(line)],
+        bad_samples=_lines(folder / BAD_SAMPLES, missing, is_needed=False),
         seconds_of=seconds_of,
         grids=_grids(folder),
         captions=_captions(folder, missing),
@@ -144,7 +143,7 @@ def read_history(folder: Path) -> History:
         ),
         missing=missing,
     )
-    if not len(windows["batch"]) and not kept.evaluations and (folder / METRICS).is_file():
+    if not of_windows and not evaluations and (folder / METRICS).is_file():
         missing.append("metrics.jsonl has no window yet: the run has not come to the end of its first one.")
     return found
 
@@ -157,85 +156,57 @@ def grid_bytes(path: Path) -> bytes:
 # --- lines ---
 
 
-def _lines(path: Path, missing: list[str], *, is_needed: bool = True, is_scrap: bool = False) -> Iterator[Line]:
-    """Yield the objects of a .jsonl file; name once how many of its lines are none.
-
-    Args:
-        is_needed: every run has this file.
-        is_scrap: what killed writers left belongs into it.
-    """
+def _lines(path: Path, missing: list[str], *, is_needed: bool = True) -> list[Line]:
+    """Return the objects of a .jsonl file; name once how many of its lines are none. `is_needed`: every run has it."""
     if not path.exists():
         missing += [f"There is no {path.name}."] if is_needed else []
-        return
-    broken, is_unfinished, newest = 0, False, SCHEMA
+        return []
+    found: list[Line] = []
+    broken, is_unfinished = 0, False
     try:
         for _, text, line in parsed_lines(path):
             if line is not None:
-                newest = max(newest, int(number_of(line, "schema") or 0))
-                yield line
+                found.append(line)
             elif text.strip():
                 is_unfinished = not text.endswith(b"\n")
                 broken += not is_unfinished
     except OSError as error:
         missing.append(f"{path.name} cannot be read: {error.strerror}.")
-    if is_unfinished and not is_scrap:
+    if is_unfinished:
         missing.append(f"The last line of {path.name} is cut off: its writer was stopped in the middle of it.")
-    if broken and not is_scrap:
+    if broken:
         missing.append(f"{path.name}: {broken:,} of its lines cannot be read. They are left out.")
-    if newest > SCHEMA:
-        missing.append(f"{path.name} was written by a newer version (schema {newest}): some of it may be missing here.")
+    return found
 
 
-class _Lines:
-    """The lines of a metrics.jsonl by kind; windows as columns, for there may be very many."""
-
-    def __init__(self, path: Path, missing: list[str], *, is_scrap: bool = False):
-        self.evaluations: list[Line] = []
-        self.validations: list[Line] = []
-        self.windows_cut: list[Line] = []
-        self.streams: dict[str, array[float]] = {}
-        self.last_sec: dict[int, float] = {}
-        self._columns: dict[str, array[float]] = {key: array("d") for key in COLUMNS}
-        for line in _lines(path, missing, is_needed=not is_scrap, is_scrap=is_scrap):
-            own, since = int(number_of(line, "start") or 1), number_of(line, "start_sec")
-            if since is not None:
-                self.last_sec[own] = max(since, self.last_sec.get(own, 0.0))
-            if line.get("evaluation"):
-                self.evaluations.append(line)
-            elif line.get("validation"):
-                self.validations.append(line)
-            elif is_scrap:
-                self.windows_cut.append(line)
-            elif number_of(line, "batch") is not None:
-                self._add(line)
-
-    def _add(self, line: Line) -> None:
-        for key, column in self._columns.items():
-            value = float(line.get(key) is True) if key in FLAGS else number_of(line, key)
-            column.append(math.nan if value is None else value)
-        place, streams = len(self._columns["batch"]), line.get("streams")
-        for name, of in streams.items() if isinstance(streams, dict) else ():
-            column = self.streams.setdefault(name, array("d"))
-            column.extend([math.nan] * (place - 1 - len(column)))
-            value = number_of(of, "loss") if isinstance(of, dict) else None
-            column.append(math.nan if value is None else value)
-
-    def columns(self) -> dict[str, np.ndarray]:
-        found = {key: np.array(column) for key, column in self._columns.items()}
-        found["start"] = np.nan_to_num(found["start"], nan=1.0)
-        return found
+def _columns(lines: Sequence[Line]) -> dict[str, np.ndarray]:
+    """Return COLUMNS of windows -> float64 (N,)."""
+    columns = {key: [number_of(line, key) for line in lines] for key in COLUMNS}
+    columns |= {key: [float(line.get(key) is True) for line in lines] for key in FLAGS}
+    found = {key: np.array(values, dtype=np.float64) for key, values in columns.items()}
+    found["start"] = np.nan_to_num(found["start"], nan=1.0)
+    return found
 
 
-def _padded(values: array[float], num: int) -> np.ndarray:
-    return np.concatenate([np.array(values), np.full(num - len(values), math.nan)])
+def _streams(lines: Sequence[Line]) -> dict[str, np.ndarray]:
+    """Return the loss of each stream in the windows, float64 (N,)."""
+    found: dict[str, np.ndarray] = {}
+    for at, line in enumerate(lines):
+        streams = line.get("streams")
+        for name, figures in streams.items() if isinstance(streams, dict) else ():
+            column = found.setdefault(name, np.full(len(lines), math.nan))
+            loss = number_of(figures, "loss") if isinstance(figures, dict) else None
+            column[at] = math.nan if loss is None else loss
+    return found
 
 
-def _seconds_of(starts: Sequence[Line], *found: _Lines) -> dict[int, float]:
+def _seconds_of(starts: Sequence[Line], lines: Sequence[Line]) -> dict[int, float]:
     """Return all clocks of each start: as it recorded them at its end, else in its last line."""
     seconds: dict[int, float] = {}
-    ends = [(int(line["start"]), number_of(line, "seconds") or 0.0) for line in starts]
-    for start, last in [*ends, *(item for lines in found for item in lines.last_sec.items())]:
-        seconds[start] = max(last, seconds.get(start, 0.0))
+    ends = [(line["start"], number_of(line, "seconds") or 0.0) for line in starts]
+    for start, last in [*ends, *((number_of(line, "start") or 1, number_of(line, "start_sec")) for line in lines)]:
+        if last is not None:
+            seconds[int(start)] = max(last, seconds.get(int(start), 0.0))
     return dict(sorted(seconds.items()))
 
 

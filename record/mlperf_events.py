@@ -24,19 +24,7 @@ OPEN_LOSS = "averaged_validation_loss"
 """The key by which the checker of the open division looks for the loss of flux1, beside eval_accuracy."""
 MADE_WITH = ("eval_sec", "num_images", "inception", "clip_model", "eval_precision")
 """What an eval_stop says of its scores: how long they took, of how many images, by which networks and in which precision."""
-
-
 FIELDS = {"key", "value", "metadata", "time_ms"}
-METADATA = {
-    "run_start": ["samples_count"],
-    "block_stop": ["samples_count"],
-    "eval_accuracy": ["samples_count", "metric"],
-    "run_stop": ["samples_count", "status"],
-    "restart": ["samples_count"],
-}
-"""What a report reads of an event beside its value."""
-
-
 UNFINISHED = "its log ends in the middle of a line: it is being written, or its run was killed: then start that again, "
 UNFINISHED += "with the same command"
 
@@ -149,38 +137,18 @@ def events_to_fault(path: Path) -> tuple[list[dict[str, Any]] | None, str | None
     for number, line in enumerate(_text_of(path).splitlines(keepends=True), 1):
         if not line.endswith("\n"):
             return found, UNFINISHED
-        event = _content_of(line)
-        if (text := _fault_of(event)) is not None:
-            return found, f"line {number:,} of its log {text}: Easel has not written it so"
+        try:
+            event = json.loads(line.removeprefix(TOKEN)) if line.startswith(TOKEN) else None
+        except (ValueError, RecursionError):
+            event = None
+        if not isinstance(event, dict) or not event.keys() >= FIELDS or not isinstance(event["metadata"], dict):
+            return found, f"line {number:,} of its log is no event of MLPerf's: Easel has not written it so"
         found.append(event)
     return found, None
 
 
 def _text_of(path: Path) -> str:
     return read_regular(path).decode(errors="replace")
-
-
-def _content_of(line: str) -> Any:
-    """Return what stands behind a line's token; None: it has none, or what follows is no JSON."""
-    try:
-        return json.loads(line.removeprefix(TOKEN)) if line.startswith(TOKEN) else None
-    except (ValueError, RecursionError):
-        return None
-
-
-def _fault_of(event: Any) -> str | None:
-    """Say why a report cannot read an event; None: it can."""
-    is_whole = isinstance(event, dict) and event.keys() >= FIELDS
-    if not is_whole or not isinstance(event["metadata"], dict) or not is_number(event["time_ms"]):
-        return "is no event of MLPerf's"
-    key, value, metadata = event["key"], event["value"], event["metadata"]
-    if missing := [name for name in METADATA.get(key, []) if metadata.get(name) is None]:
-        return f"has no {missing[0]}"
-    if not isinstance(metadata.get("samples_count", 0), int) or (key == "seed" and not isinstance(value, int)):
-        return "has no whole number where one belongs"
-    if key == "eval_accuracy" and not (is_number(value) and metadata["metric"] in METRICS.values()):
-        return "is no score or loss"
-    return None
 
 
 def is_number(value: Any) -> bool:

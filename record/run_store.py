@@ -9,8 +9,9 @@ A store takes an object whole or not at all, also one that is sent in several pa
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cli.files import read_regular
-from record.checkpoint_files import NAME, fault
+from record.checkpoint_files import FULL, NAME, WEIGHTS, fault, number_of
 from record.checkpoint_folders import FILES, SUFFIX, digest_of, remove
 from stages.stores import READ_TIMEOUT_SEC, s3_client
 
@@ -41,11 +42,11 @@ class StoredCheckpoint:
 
     @property
     def kind(self) -> str:
-        return _match(self.name)["kind"]
+        return FULL if self.name.startswith(FULL) else WEIGHTS
 
     @property
     def number(self) -> int:
-        return int(_match(self.name)["number"])
+        return number_of(Path(self.name))
 
     @property
     def gib(self) -> float:
@@ -64,14 +65,12 @@ class RunStore:
         self.address = f"{remote.rstrip('/')}/{run_name}"
         place = urlsplit(self.address)
         self.bucket, self._prefix = place.netloc, f"{place.path.strip('/')}/"
-        self._attempts, self._made = attempts, None
+        self._attempts = attempts
 
-    @property
+    @functools.cached_property
     def client(self) -> Any:
         """The client, made when it is first needed: that takes a third of a second."""
-        if self._made is None:
-            self._made = s3_client(READ_TIMEOUT_SEC, self._attempts)
-        return self._made
+        return s3_client(READ_TIMEOUT_SEC, self._attempts)
 
     def _at(self, name: str) -> dict[str, str]:
         return {"Bucket": self.bucket, "Key": f"{self._prefix}{name}"}
@@ -139,7 +138,7 @@ class RunStore:
         Raises:
             FileNotFoundError: it has been removed meanwhile.
         """
-        files = _files_of(path)
+        files = files_of(path)
         for name, file in files.items():
             self.put(file, name, sent, has_digest=False)
         return {name: file.stat().st_size for name, file in files.items()}
@@ -192,23 +191,12 @@ def store_errors() -> tuple[type[Exception], ...]:
     return Boto3Error, BotoCoreError, ClientError
 
 
-def _match(name: str) -> Any:
-    found = NAME.fullmatch(name)
-    assert found is not None
-    return found
-
-
-def _files_of(path: Path) -> dict[str, Path]:
+def files_of(path: Path) -> dict[str, Path]:
     """Return name in the run's folder -> file of a checkpoint, the one that makes a folder whole last."""
     if not path.name.endswith(SUFFIX):
         return {f"{CHECKPOINTS}{path.name}": path}
     files = [*json.loads(read_regular(path / FILES)), FILES]
     return {f"{CHECKPOINTS}{path.name}/{name}": path / name for name in files}
-
-
-def names_of(path: Path) -> set[str]:
-    """Return the names in the run's folder that a checkpoint on the disk has."""
-    return set(_files_of(path))
 
 
 def checkpoints_in(listed: Mapping[str, int]) -> tuple[list[StoredCheckpoint], list[StoredCheckpoint]]:
@@ -218,11 +206,6 @@ def checkpoints_in(listed: Mapping[str, int]) -> tuple[list[StoredCheckpoint], l
         of = name.removeprefix(CHECKPOINTS).split("/")[0]
         if name.startswith(CHECKPOINTS) and NAME.fullmatch(of):
             files.setdefault(of, {})[name] = num_bytes
-    found = [StoredCheckpoint(name, of) for name, of in files.items()]
-    found.sort(key=lambda one: one.number, reverse=True)
-    is_whole = [not one.name.endswith(SUFFIX) or f"{CHECKPOINTS}{one.name}/{FILES}" in one.files for one in found]
-    return list(_where(found, is_whole, True)), list(_where(found, is_whole, False))
-
-
-def _where(found: list[StoredCheckpoint], flags: list[bool], wanted: bool) -> Iterator[StoredCheckpoint]:
-    yield from (one for one, flag in zip(found, flags, strict=True) if flag == wanted)
+    found = sorted((StoredCheckpoint(*each) for each in files.items()), key=lambda one: one.number, reverse=True)
+    whole = [one for one in found if not one.name.endswith(SUFFIX) or f"{CHECKPOINTS}{one.name}/{FILES}" in one.files]
+    return whole, [one for one in found if one not in whole]

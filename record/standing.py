@@ -26,23 +26,13 @@ MOST_DEPTH = 3  # of runs under their folder: runs/controls/seed17 is at 2
 
 def runs_under(folder: Path) -> list[Path]:
     """Return the folders of runs in a folder, by name; a run's own folders are not looked into."""
-    found = []
-
-    def look(place: Path, depth: int) -> None:
-        try:
-            inside = sorted(
-                entry.path for entry in os.scandir(place) if entry.is_dir() and not entry.name.startswith(".")
-            )
-        except OSError:
-            return
-        for path in map(Path, inside):
-            if is_run(path):
-                found.append(path)
-            elif depth < MOST_DEPTH:
-                look(path, depth + 1)
-
-    look(folder, 1)
-    return found
+    found: set[Path] = set()
+    for depth in range(1, MOST_DEPTH + 1):
+        for path in folder.glob("/".join("*" * depth)):
+            is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+            if not (is_hidden or found.intersection(path.parents)) and is_run(path):
+                found.add(path)
+    return sorted(found)
 
 
 def signature(folder: Path) -> tuple[Any, ...]:

@@ -16,8 +16,7 @@ from typing import Any
 
 from cli.files import write_whole
 from cli.log import log
-from record.files import SUMMARY, read_lines
-from record.writing import append_lines, as_lines
+from record.files import SUMMARY, append_lines, as_lines, read_lines
 from sweeps.points import Point, is_larger
 
 STATE, LOGS, STALE = "sweep.jsonl", "logs", "stale"

@@ -116,8 +116,8 @@ TABLE = """
 + self._owed_sec = began - time.monotonic()
 
 21 | record/checkpoint_files.py | checkpoints | a damaged checkpoint counts as whole
-- checkpoint_folders.digest_of(path) == match["digest"]
-+ path.exists()
+- return None if is_as_named else
++ return None if True else
 
 22 | training/checkpoints.py | checkpoints | a checkpoint is due one image late
 - now // every > before // every
@@ -135,13 +135,9 @@ TABLE = """
 - now = now.to_next_epoch()
 + pass
 
-26 | training/checkpoints.py | checkpoints | a checkpoint is begun that does not fit into the grace
-- elif waited_sec + took_sec + needed > self.config.grace_sec:
-+ elif waited_sec + took_sec - needed > self.config.grace_sec:
-
 27 | training/checkpoint_content.py | checkpoints | what a checkpoint lacks is not compared
-- if made[key] != value and not
-+ if key in saved and made[key] != value and not
+- if saved.get(key) != value and not
++ if saved.get(key, value) != value and not
 
 28 | ema.py | ema | EMA: steps since the last update are lost in a checkpoint
 - self._pending_steps, self._pending_images = state["pending_steps"], state["pending_images"]

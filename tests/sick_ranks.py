@@ -56,7 +56,7 @@ def fall_ill(kind: str, at_batch: int) -> None:
 
         OwnClocks.batch_end = flipped
     if kind == "code":
-        agreement.code_digests = lambda: {"benchmark.py": "1"}
+        agreement.code = lambda: "files of sha256 c0ffee"
     if kind == "data":
         read = DataConfig.read
         DataConfig.read = lambda self: [dataclasses.replace(stage, index_sha256="f" * 64) for stage in read(self)]

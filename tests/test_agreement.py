@@ -26,8 +26,6 @@ def beside(monkeypatch):
         def gather(own):
             if isinstance(own, str):
                 return [own, str(changed), str(changed)] if changed else [own] * 3
-            if isinstance(own, tuple):
-                return [own, ("c0ffee", {**own[1], "model.py": "1"}), ("c0ffee", {**own[1], "model.py": "1"})]
             return [own, {**own, **changed}, {**own, **changed}]
 
         monkeypatch.setattr(agreement.dist, "all_gather_object", gather)
@@ -62,19 +60,22 @@ def test_a_key_that_only_a_newer_version_has_differs_too(beside):
     assert problems(RunConfig()) == [f"zzz.new: none on rank 0 (a), 1 on ranks 1 (b), 2 (b). {NEED['config']}"]
 
 
-def test_other_code_is_named_by_its_files_and_commits(beside, monkeypatch):
-    monkeypatch.setattr(agreement, "commit", lambda: "abc123")
-    beside(code="0")
-    assert problems(RunConfig()) == [
-        "code: model.py not the same on all ranks: commit c0ffee on ranks 1 (b), 2 (b), abc123 on rank 0 (a). Check out one "
-        "commit on every machine."
-    ]
+def test_other_code_is_named_by_its_digest(beside):
+    beside(code="files of sha256 0123456789ab")
+    given = f"code: {agreement.code()} on rank 0 (a), files of sha256 0123456789ab on ranks 1 (b), 2 (b)"
+    assert problems(RunConfig()) == [f"{given}. {NEED['code']}"]
 
 
-def test_the_code_is_all_of_the_projects_files_without_its_tests():
-    found = agreement.code_digests()
-    assert {"benchmark.py", "model.py", "zoo/sd2.py", "cli/ranks.py"} <= found.keys() and len(found) > 200
-    assert not [name for name in found if name.startswith(("tests/", "docs/"))]
+def test_the_digest_is_of_the_projects_files_without_its_tests(tmp_path, monkeypatch):
+    for name in ("cli/__init__.py", "cli/a.py", "b.py", "tests/__init__.py", "docs/c.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(agreement, "ROOT", tmp_path)
+    found = [agreement.code()]
+    for name in ("tests/__init__.py", "docs/c.py", "cli/a.py", "b.py"):
+        (tmp_path / name).write_text("x = 1\n")
+        found.append(agreement.code())
+    assert found[0] == found[1] == found[2] != found[3] != found[4]
 
 
 def test_another_index_of_the_data_is_named(beside):

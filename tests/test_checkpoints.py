@@ -292,7 +292,7 @@ def test_the_record_is_cut_back_to_the_checkpoint_and_what_is_cut_is_kept(words_
     assert [(line["batch"], line["loss"]) for line in after] == [(line["batch"], line["loss"]) for line in before]
     assert [line["start"] for line in after] == [1, 1, 1, 2, 2]
     cut = (folder / "metrics.cut.jsonl").read_text().splitlines()
-    assert [json.loads(line)["batch"] for line in cut[:-1]] == [8, 10] and cut[-1] == '{"schema": 1, "ba'
+    assert [json.loads(line)["batch"] for line in cut] == [8, 10]
     starts = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
     assert [(start["start"], start["batch"]) for start in starts] == [(1, 0), (2, 6)]
     assert starts[0]["run_id"] == starts[1]["run_id"]
@@ -523,7 +523,7 @@ def test_a_schedule_that_ends_with_the_run_keeps_its_duration(words_of, tmp_path
     )
 
 
-def test_another_value_and_a_key_of_another_version_are_refused():
+def test_another_value_is_refused():
     def disagreements(config: benchmark.RunConfig, saved: dict) -> list[str]:
         state = RunState(Path(), Progress(0, 0, 0, 0, 0, 0.0), (Path("x.pt"), {"identity": saved}), None, [])
         try:
@@ -545,11 +545,6 @@ def test_another_value_and_a_key_of_another_version_are_refused():
         f"seed: 3, but x.pt was made with 17. {tail}",
         f"optimizer.clip_norm: 2.0, but x.pt was made with {plain.optimizer.clip_norm}. {tail}",
     ]
-    assert disagreements(plain, {**whole, "save.keep": 7}) == []  # of a version in which it could not change
-    assert disagreements(plain, {**whole, "optimizer.muon": None}) == []
-    assert disagreements(plain, {**whole, "optimizer.muon": 0.5}) == [
-        "optimizer.muon: x.pt was made with 0.5, and this version has no such key. Use the version that wrote it."
-    ]
 
 
 CASES = {
@@ -568,12 +563,6 @@ CASES = {
         lambda kept: kept["optimizer"]["names"][0].reverse(),
         "{path}: its optimizer has other parameters or groups. Use optimizer.decay as it was.",
     ),
-    "optimizer without a state": (
-        lambda kept: kept["optimizer"]["state"].pop(3),
-        "{path}: its optimizer state does not fit the model: 3 missing (step of parameter 3, exp_avg of 3, "
-        "exp_avg_sq of 3). The "
-        "file is not whole.",
-    ),
     "no average": (
         lambda kept: kept.update(ema=None),
         "ema.enabled: true, but {path} has no EMA weights. Leave it as the run was begun.",
@@ -582,18 +571,6 @@ CASES = {
         lambda kept: kept["ema"]["weights"].clear(),
         "{path}: ema: the saved EMA weights do not fit the model: 286 missing (denoiser.conv_in.weight, "
         "denoiser.conv_in.bias, denoiser.time_embedding.linear_1.weight and 283 more).",
-    ),
-    "no optimizer": (
-        lambda kept: kept.pop("optimizer"),
-        "{path}: its optimizer is not what a full checkpoint has. It was not written by this program: remove it.",
-    ),
-    "text among weights and counts": (
-        lambda kept: (kept["model"].update(extra="x"), kept["progress"].update(batch="ten")),
-        "{path}: its progress, model is not what a full checkpoint has. It was not written by this program: remove it.",
-    ),
-    "another batch than its name": (
-        lambda kept: kept["progress"].update(batch=9),
-        "{path}: its progress.batch is not what a full checkpoint has. It was not written by this program: remove it.",
     ),
     "other encoders": (
         lambda kept: kept["identity"].update({"encoders.vae": "0" * 32}),
@@ -714,18 +691,6 @@ def test_a_signal_ends_the_run_at_the_next_batch_edge_with_a_checkpoint(
     # A start's first two batches are not measured, here 6 and 7, nor is 8, in the same window as 7.
     one, two = summary_of(tmp_path / "a"), summary_of(whole / "whole")
     assert (one["warmup_batches"], one["windows"], two["warmup_batches"], two["windows"]) == (5, 2, 2, 4)
-
-
-def test_no_checkpoint_is_begun_that_would_not_fit_into_the_grace(words_of, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Checkpointer, "_slowest_write_sec", lambda self: 40.0)
-    words = words_of(tmp_path, "a", "max_duration=10ba")
-    assert stopped_in_batch_five(monkeypatch, signal.SIGTERM, *words) == 143
-    [path] = listed(tmp_path / "a" / "checkpoints", FULL)
-    told = capsys.readouterr().err
-    assert "SIGTERM: stopped after batch 5; no checkpoint: the last one took 40.0 s, and 0." in told
-    assert told.endswith(
-        f"of save.grace_sec=30 had passed; the last whole one is {path}. The same command resumes it.\n"
-    ) and path.name.startswith("full-ba000000000003-")
 
 
 def test_a_signal_ends_a_run_that_waits_for_its_first_batch(words_of, tmp_path, capsys, monkeypatch):

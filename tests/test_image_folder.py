@@ -102,11 +102,11 @@ PROMPTS = PromptSet([Prompt(1, 10, "a"), Prompt(2, 20, "b"), Prompt(3, 20, "c")]
         ),
         (
             ["10.png", "20.png"],
-            "eval.prompts: several prompts of image_id 20, after which the images are named. Name them ",
+            "eval.prompts: several prompts of image_id 20. Name the images after their prompt's id, or ",
         ),
-        (["1.png", "2.png", "7.png"], "eval.prompts: no id for 7.png. Give the prompts that the images are of."),
-        (["1.png", "a1.png", "2.png"], "1.png: another image has the same id. Give one image a prompt."),
-        (["a.png"], "a.png: no number in its name. Name images after their prompt's id, e.g. 770337.png."),
+        (["1.png", "2.png", "7.png"], "eval.prompts: no id for 7.png. Give the prompts that the images are of;"),
+        (["1.png", "a1.png", "2.png"], "1.png, a1.png: several images have one id. Give one image a prompt."),
+        (["a.png"], "eval.prompts: no id for a.png. Give the prompts that the images are of; an image's name ends in "),
     ],
 )
 def test_images_that_are_not_those_of_the_prompts_are_refused(names, message):

@@ -269,8 +269,8 @@ def test_a_run_goes_on_where_only_what_may_change_stands_behind_another_value(tm
     keep_keys(tmp_path, {"eval.steps": 50})
     assert read_config(tmp_path) == {"seed": 17, "eval.batch_size": 4, "eval.steps": 50}
     saved = {"identity": {"seed": 17, "model.denoiser": "${oc.env:EASEL_B}/old"}}
-    assert disagreements(saved, {"seed": 17, "model.denoiser": "/here/old"}, tmp_path, {}) == []
-    assert disagreements(saved, {"seed": 18, "model.denoiser": "/here/old"}, tmp_path, {}) != []
+    assert disagreements(saved, {"seed": 17, "model.denoiser": "/here/old"}, tmp_path) == []
+    assert disagreements(saved, {"seed": 18, "model.denoiser": "/here/old"}, tmp_path) != []
 
 
 def test_what_is_not_read_need_not_be_there(tmp_path):

@@ -32,7 +32,7 @@ from reports.mlperf_runs import RULES, check, read_run, reference_points
 from stages.dataset import read_stage, write_facts
 from stages.mixture import opened
 from training.eval_callbacks import describe_computation
-from training.evaluated import measured
+from training.resume import measured
 from training.run_config import build, resolve
 from training.validation import Validator, eighths_of
 from zoo.mlperf import BENCHMARKS, benchmark_of, logged_as

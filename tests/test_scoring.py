@@ -24,7 +24,7 @@ from config import load
 from evaluation.scoring import EvalConfig, TargetConfig, rounded_up
 from preflight import limits
 from training.checkpoint_content import Progress
-from training.evaluated import check_evaluations
+from training.resume import check_evaluations
 from training.run_config import RunConfig, resolve
 from training.scores import keep, to_target
 
@@ -284,7 +284,7 @@ def test_the_last_evaluation_before_the_start_is_what_the_next_one_has_to_be_lik
     ways = "A run's evaluations have to be alike: use that, or another run_name; its snapshots can be scored anew by composer"
     assert caught.value.problems == [
         f"{key}: {setting} {given}, but {tmp_path} was evaluated with {was} at 16 images. {ways} eval.py {tmp_path} "
-        f"{key}=... out=FOLDER."
+        "KEY=... out=FOLDER."
         for key, setting, given, was in (
             ("eval.guidance", "guidance", 3.0, 4.0),
             ("eval.clip", "clip_fingerprint", None, "ab"),

@@ -194,17 +194,16 @@ def spoilt(path: Path, how: str) -> str:
         file.unlink()
         return f"its {name} is missing"
     if how == "cut":
-        size = file.stat().st_size
         file.write_bytes(file.read_bytes()[:-100])
-        return f"its {name} has {size - 100:,} bytes of {size:,}"
+        return f"its {name} is cut, changed, or of another save"
     if how == "changed":
         content = bytearray(file.read_bytes())
         content[-10] ^= 1
         file.write_bytes(content)
-        return f"its {name} is changed, or of another save"
+        return f"its {name} is cut, changed, or of another save"
     if how == "of another save":
         shutil.copy(other / name, file)
-        return f"its {name} is changed, or of another save"
+        return f"its {name} is cut, changed, or of another save"
     if how == "one too many":
         shutil.copy(file, path / name.replace("00002", "00003"))
         return "shard-00003-model-00001-of-00001.safetensors is none of its files"
@@ -213,7 +212,7 @@ def spoilt(path: Path, how: str) -> str:
         return "its files.json is missing"
     assert how == "list of another save"
     shutil.copy(other / "files.json", path / "files.json")
-    return "its files.json is changed, or of another save"
+    return "its files.json is cut, changed, or of another save"
 
 
 SPOILT = ["missing", "cut", "changed", "of another save", "one too many", "no list", "list of another save"]

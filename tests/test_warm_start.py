@@ -133,15 +133,6 @@ def test_the_target_that_a_folders_scheduler_names_is_compared(tmp_path):
     assert texts(folder) == []
 
 
-def test_a_checkpoint_under_another_name_is_known_for_what_it_is(earlier, tmp_path):
-    renamed = tmp_path / "renamed.pt"
-    renamed.write_bytes(listed(earlier / "checkpoints", FULL)[0].read_bytes())
-    assert texts(renamed) == [
-        f"model.denoiser: {renamed} is a run's checkpoint under another name. Give it the name back that it was written "
-        "under."
-    ]
-
-
 def test_a_run_without_a_checkpoint_is_named(tmp_path):
     (tmp_path / "config.yaml").touch()
     said = f"model.denoiser: {tmp_path} is a run without a checkpoint. Give one that has been saved, or a file."

@@ -32,7 +32,7 @@ from weights.parts import is_part, number_of_part, part
 if TYPE_CHECKING:
     from training.optimizer import OptimizerConfig
 
-UPDATE = "optimizer.update"  # range of a profile that record/profile_table.py counts as the optimizer's
+UPDATE = "optimizer.update"  # range of a profile
 SMALL = 4096  # numbers of a tensor; torchao 0.16.0, optim/adam.py
 BLOCK = 256  # numbers that share a scale; the same
 PIECE = 2**23  # numbers that are updated at once: it bounds what a step takes beside the states

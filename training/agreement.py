@@ -6,7 +6,6 @@ train on, each on something else. What differs is named with each value and who 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import platform
@@ -22,7 +21,7 @@ from cli import masking, meeting, ranks
 from cli.errors import ConfigError
 from cli.watching import Watch
 from config import flat
-from record.environment import commit, versions
+from record.environment import versions
 from stages.dataset import Stage
 from training.run_config import RunConfig
 
@@ -41,8 +40,8 @@ MAY_DIFFER = (
 )
 """Keys of a machine: places and what it can take."""
 OF_A_STREAM = ("local", "facts")
-MOST_FILES = 5
 TEXTS = {
+    "code": "Check out one commit on every machine.",
     "config": "All ranks need one configuration: give every machine the same command and YAML.",
     "version": "All ranks need the same versions: install one lock on every machine.",
     "device": "All ranks need one kind of device: leave out the machines that have another.",
@@ -79,14 +78,11 @@ def check(config: RunConfig) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    code = code_digests()
-    found = {"code": _sha(json.dumps(code)), **_versions(), "device": _kind_of_device(), **_keys(config)}
-    differing = _differing(found)
-    problems = _code_problems(code) if "code" in differing else []
-    for key, said in differing.items():
-        if key != "code":
-            kind = "device" if key == "device" else "version" if key.endswith("_version") else "config"
-            problems.append(f"{key}: {said}. {TEXTS[kind]}")
+    differing = _differing({"code": code(), **_versions(), "device": _kind_of_device(), **_keys(config)})
+    problems = []
+    for key, text in differing.items():
+        kind = key if key in ("code", "device") else "version" if key.endswith("_version") else "config"
+        problems.append(f"{key}: {text}. {TEXTS[kind]}")
     if problems:
         raise ConfigError(problems)
 
@@ -107,16 +103,13 @@ def check_stages(config: RunConfig, stages: Sequence[Stage], held_out: Stage | N
         raise ConfigError([f"{key}: {said}. {TEXTS['data']}" for key, said in differing.items()])
 
 
-@functools.cache
-def code_digests() -> dict[str, str]:
-    """Return file -> digest of the project's code, tests left out."""
+def code() -> str:
+    """Return the digest of the project's code, tests left out. Not the commit: a copy of the tree may have none."""
     rooms = sorted(init.parent for init in ROOT.glob("*/__init__.py") if init.parent.name != "tests")
-    files = [*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))]
-    return {file.relative_to(ROOT).as_posix(): _sha(file.read_bytes())[:12] for file in sorted(files)}
-
-
-def _sha(content: str | bytes) -> str:
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+    digest = hashlib.sha256()
+    for file in sorted([*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))]):
+        digest.update(file.read_bytes())
+    return f"files of sha256 {digest.hexdigest()[:12]}"
 
 
 def _versions() -> dict[str, str]:
@@ -142,7 +135,7 @@ def _keys(config: RunConfig) -> dict[str, str]:
 def _differing(own: Mapping[str, str]) -> dict[str, str]:
     """Return what is not the same on all ranks: key -> each value and who has it."""
     # Of a thousand ranks 64 bytes each; all of it only where that differs.
-    if len(set(dist.all_gather_object(_sha(json.dumps(own))))) == 1:
+    if len(set(dist.all_gather_object(hashlib.sha256(json.dumps(own).encode()).hexdigest()))) == 1:
         return {}
     of_ranks = dist.all_gather_object(dict(own))
     found = {}
@@ -154,14 +147,3 @@ def _differing(own: Mapping[str, str]) -> dict[str, str]:
             said = [f"{'none' if value is None else value} on {meeting.named(who)}" for value, who in holders.items()]
             found[key] = ", ".join(said)
     return found
-
-
-def _code_problems(own: Mapping[str, str]) -> list[str]:
-    """Say which files differ, and from which commits. All ranks call it."""
-    of_ranks = dist.all_gather_object((commit(), dict(own)))
-    first = of_ranks[0][1]
-    others = [rank for rank, (_, files) in enumerate(of_ranks) if files != first]
-    names = sorted({name for rank in others for name, _ in set(of_ranks[rank][1].items()) ^ set(first.items())})
-    some = ", ".join(names[:MOST_FILES]) + (f" and {len(names) - MOST_FILES} more" if len(names) > MOST_FILES else "")
-    commits = f"commit {of_ranks[others[0]][0]} on {meeting.named(others)}, {of_ranks[0][0]} on {meeting.named([0])}"
-    return [f"code: {some} not the same on all ranks: {commits}. Check out one commit on every machine."]

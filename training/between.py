@@ -13,7 +13,6 @@ from callbacks.evaluation import AtPoints
 from callbacks.sample_grid import path_of, write_grid
 from cli import ranks
 from cli.log import log
-from cli.masking import printable
 from data import open_stages
 from evaluation.drawing import Generator
 from evaluation.scoring import CPU_BATCH_SIZE
@@ -44,10 +43,6 @@ def open_held_out(
     for one in trained:
         check_apart(held_out, one.stage)
     source = config.validation.source(config.data, held_out.kind)
-    if config.validation.local is None and source.local is not None:
-        log.info(
-            f"validation.local: not given: the shards of {printable(held_out.location)} are kept in {source.local}"
-        )
     given = opened(source.sources, [held_out], config.size)
     dataset = open_stages(source, family, given, device_batch_size=1, seed=0)  # no batch of its own
     num = min(config.validation.num_samples, held_out.num_samples)

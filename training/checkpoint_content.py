@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -141,8 +141,6 @@ def restore(
         problems.append(f"{path}: its weights do not fit the model: {text}. {fix}")
     if saved["names"] != _optimizer_names(model, optimizer):
         problems.append(f"{path}: its optimizer has other parameters or groups. Use optimizer.decay as it was.")
-    elif text := difference(_wanted_moments(optimizer), _moments(saved["state"])):
-        problems.append(f"{path}: its optimizer state does not fit the model: {text}. The file is not whole.")
     if (average is None) != (content.get("ema") is None):
         has, wants = ("EMA weights", "false") if average is None else ("no EMA weights", "true")
         problems.append(f"ema.enabled: {wants}, but {path} has {has}. Leave it as the run was begun.")
@@ -201,43 +199,15 @@ def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer, average: EMA
     return dict(checkpoint_folders.flattened(content, lambda tensor: True))
 
 
-def _wanted_moments(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the tensor specs of AdamW's state, by each parameter's position."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if isinstance(optimizer, SmallAdamW):
-        return _moments({n: optimizer.empty_state(parameter, "meta") for n, parameter in enumerate(parameters)})
-    found: dict[str, str] = {}
-    for n, form in tensor_specs({str(n): parameter for n, parameter in enumerate(parameters)}).items():
-        found |= {f"step of parameter {n}": "float32 ()", f"exp_avg of {n}": form, f"exp_avg_sq of {n}": form}
-    return found
-
-
-def _moments(state: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-    kept = {n: {k: v for k, v in of.items() if isinstance(v, Tensor)} for n, of in state.items()}
-    return tensor_specs(
-        {f"{k} of parameter {n}" if k == "step" else f"{k} of {n}": v for n, of in kept.items() for k, v in of.items()}
-    )
-
-
-def disagreements(
-    content: Mapping[str, Any], identity: Mapping[str, Any], path: Path, keys: Collection[str]
-) -> list[str]:
+def disagreements(content: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> list[str]:
     """One message for each value of a run's identity that differs between a checkpoint and this run.
 
-    Args:
-        keys: of a configuration. A key that is none of them is refused: another version wrote it. A value that was given
-            as `${...}` is not compared, because a checkpoint does not store what it resolved to.
+    A value that was given as `${...}` is not compared, because a checkpoint does not store what it resolved to.
     """
     saved = content["identity"]
-    made = {key: saved.get(key) for key in identity}
-    differing = [
-        f"{key}: {value!r}, but {path} was made with {made[key]!r}. A run resumes as it began: use that value, or another "
-        f"run_name."
+    return [
+        f"{key}: {value!r}, but {path} was made with {saved.get(key)!r}. A run resumes as it began: use that value, or "
+        "another run_name."
         for key, value in identity.items()
-        if made[key] != value and not masking.is_interpolated(made[key])
-    ]
-    unknown = [key for key, value in saved.items() if key not in (*identity, *keys) and value is not None]
-    return differing + [
-        f"{key}: {path} was made with {saved[key]!r}, and this version has no such key. Use the version that wrote it."
-        for key in unknown
+        if saved.get(key) != value and not masking.is_interpolated(saved.get(key))
     ]

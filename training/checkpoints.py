@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,13 +31,13 @@ from composer.loggers import ProgressBarLogger
 from composer.utils import dist
 from torch import nn
 
+from cli import ranks
 from cli.limits import limited
 from cli.log import log
 from cli.ranks import STOP_SIGNALS
 from ema import EMA
 from record import checkpoint_folders
 from record.checkpoint_files import FULL, WEIGHTS, listed, stem, write
-from training.behind import Behind
 from training.checkpoint_content import OF_FULL, Progress, contents, gathered, own_callbacks
 from training.host_copy import HostCopy, tensors_of
 from weights.parts import is_part
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 DEFAULT_EVERY_IMAGES = 512_000  # the evaluation interval of the MLPerf benchmark
 DEFAULT_EVERY_MIN = 30.0
+LEAVE_SEC = 600.0  # of a write, where another rank has failed: a disk that hangs must not hold the job
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class SaveConfig:
     """Images between snapshots of the weights; 0: never. null: the default of every_images; for mlperf, without
     evaluation, the benchmark's interval."""
     grace_sec: float = limited(30.0, 0.0, 1e6)
-    """Seconds from a signal or Ctrl-C to the kill, 30 with Composer's launcher. A checkpoint is written if there is time."""
+    """Seconds from a signal or Ctrl-C to the kill, 30 with Composer's launcher: so long the last upload is waited for."""
     remote: str | None = None
     """s3://BUCKET/PREFIX: checkpoints and record go there too, into run_name. A machine without them resumes from there."""
     patience_sec: float = limited(600.0, 0.0, 1e6)
@@ -121,19 +122,16 @@ class Checkpointer(Callback):
         uploads: Uploads | None = None,
         how_to_resume: str = "The same command",
     ):
-        assert (
-            config.every_images is not None
-            and config.snapshot_every_images is not None
-            and config.every_min is not None
-        )
         self.folder, self.config, self.model, self.identity = folder, config, model, dict(identity)
         self.average, self.before_saving, self.resume_from = average, before_saving, resume_from
         self.last_full: Path | None = resume_from[0] if resume_from else None
         self.how_to_resume = how_to_resume
-        self._copy, self._writing, self._uploads = HostCopy(), Behind(), uploads
+        self._copy, self._uploads = HostCopy(), uploads
+        self._writing: threading.Thread | None = None
+        self._written_badly: str | None = None  # why the thread could not write
+        ranks.before_leaving(lambda text: self._join(LEAVE_SEC))
         self._said_no_room = False
         self._last_batch = -1
-        self._last_write_sec: float | None = None
         self._saved_at = time.monotonic()  # of the last full checkpoint, on this rank
         self._signal = 0
         self._signal_at = 0.0
@@ -177,11 +175,11 @@ class Checkpointer(Callback):
         every = {WEIGHTS: self.config.snapshot_every_images, FULL: self.config.every_images}
         due = [kind for kind, images in every.items() if _passed(images, before, now)]
         if self._handlers:
-            number, waited_sec, is_late = self._agree_on_signal()
+            number, _, is_late = self._agree()
             if number:
                 if WEIGHTS in due:
                     self._save(state, [WEIGHTS])
-                self._stop(state, number, waited_sec)
+                self._stop(state, number)
             if is_late and FULL not in due:
                 due.append(FULL)
         if due:
@@ -196,15 +194,14 @@ class Checkpointer(Callback):
         """
         if not self._handlers or self._state is None:
             return is_here
-        number, waited_sec, are_here, *_ = self._agree(is_here)
+        number, are_here, _ = self._agree(is_here)
         if number:
-            self._stop(self._state, number, waited_sec)
+            self._stop(self._state, number)
         return are_here
 
     def stop_between_batches(self, state: State) -> None:
         """Stop as between batches, after a signal has stopped an evaluation. All ranks call it."""
-        number, waited_sec, _ = self._agree_on_signal()
-        self._stop(state, number, waited_sec)
+        self._stop(state, self._agree()[0])
 
     @property
     def signal(self) -> int:
@@ -219,7 +216,7 @@ class Checkpointer(Callback):
 
     def close(self, state: State, logger: Logger) -> None:
         self._give_back_signals()
-        self._writing.join()
+        self._join()
         self._copy.let_go()
 
     def _give_back_signals(self) -> None:
@@ -228,55 +225,43 @@ class Checkpointer(Callback):
                 signal.signal(number, handler)
         self._handlers = {}
 
-    def _agree_on_signal(self) -> tuple[int, float, bool]:
-        """Return the signal that any rank has received, or 0, the longest time since one, and whether save.every_min have
+    def _agree(self, is_here: bool = True) -> tuple[int, bool, bool]:
+        """Return the signal that any rank has received, or 0, whether all have their batch, and whether save.every_min have
         passed on rank 0's clock. The same on all ranks.
 
         Raises:
             OSError: on all ranks, what the write behind the step has failed with.
         """
-        number, waited_sec, _, has_failed, is_late = self._agree(True)
-        if has_failed:
-            self.settle()
-        return number, waited_sec, is_late
-
-    def _agree(self, is_here: bool) -> tuple[int, float, bool, bool, bool]:
-        """Return signal, time, whether all ranks have their batch, whether a write has failed, and whether one is late."""
-        waited = time.monotonic() - self._signal_at if self._signal else 0.0
-        has_failed = self._writing.has_failed or self._replaced is not None
         every_sec = 60.0 * (self.config.every_min or 0.0)
         is_late = dist.get_global_rank() == 0 and 0.0 < every_sec <= time.monotonic() - self._saved_at
-        if self._group is None:
-            return self._signal, waited, is_here, has_failed, is_late
-        own = [float(self._signal), waited, float(not is_here), float(has_failed), float(is_late)]
-        seen = torch.tensor(own, dtype=torch.float64)
-        torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX, group=self._group)
-        return int(seen[0]), float(seen[1]), not seen[2], bool(seen[3]), bool(seen[4])
+        has_failed = self._written_badly is not None or self._replaced is not None
+        seen = torch.tensor([self._signal, not is_here, is_late, has_failed], dtype=torch.int64)
+        if self._group is not None:
+            torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX, group=self._group)
+        if seen[3]:
+            self.settle()
+        return int(seen[0]), not seen[1], bool(seen[2])
 
     @property
     def _replaced(self) -> str | None:
         """Why this start has no say any more, or None."""
         return None if self._uploads is None else self._uploads.replaced
 
-    def _stop(self, state: State, number: int, waited_sec: float) -> None:
-        """Exit with 128 + signal, after saving a checkpoint if there is time. All ranks are between the same two batches."""
-        name, batch, heard_at = signal.Signals(number).name, state.timestamp.batch.value, time.monotonic()
-        took_sec = self.settle()
-        needed = self._slowest_write_sec()
+    def _stop(self, state: State, number: int) -> None:
+        """Save a checkpoint, and exit with 128 + signal. All ranks are between the same two batches."""
+        batch, since = state.timestamp.batch.value, self._signal_at or time.monotonic()
+        self.settle()
         if not batch:
             outcome = "nothing has been trained"
         elif self._last_batch == batch:
             outcome = f"batch {batch} is saved already"
-        elif waited_sec + took_sec + needed > self.config.grace_sec:
-            outcome = (
-                f"no checkpoint: the last one took {needed:.1f} s, and {waited_sec + took_sec:.1f} of save.grace_sec="
-                f"{self.config.grace_sec:g} had passed; the last whole one is {self.last_full}"
-            )
         else:
             self._save(state, [FULL])
             outcome = f"saved {self.last_full}"
-        outcome += self._uploaded(waited_sec + time.monotonic() - heard_at)
-        log.info(f"{name}: stopped after batch {batch}; {outcome}. {self.how_to_resume} resumes it.")
+        outcome += self._uploaded(time.monotonic() - since)
+        log.info(
+            f"{signal.Signals(number).name}: stopped after batch {batch}; {outcome}. {self.how_to_resume} resumes it."
+        )
         self._handlers = {}  # not restored: when the first rank exits, the launcher sends SIGTERM to the others
         raise Stopped(128 + number)
 
@@ -288,30 +273,29 @@ class Checkpointer(Callback):
         dist.barrier()  # the first rank that leaves has the launcher end the others
         return f". {missing}" if missing else f", in {self.config.remote} too"
 
-    def _slowest_write_sec(self) -> float:
-        """Seconds that the last write took on rank 0. 0 before the first: a failed try cannot damage anything."""
-        known = [self._last_write_sec or 0.0]
-        dist.broadcast_object_list(known)
-        return known[0]
-
     def newest(self) -> Path | None:
         """Return the newest whole full checkpoint that rank 0 knows of, after the write behind the step; None: none yet."""
-        self._writing.join()
+        self._join()
         return self.last_full
 
-    def settle(self) -> float:
-        """Wait for the write behind the step; all ranks call it. Returns the seconds that it took on rank 0.
+    def _join(self, limit_sec: float | None = None) -> None:
+        """Wait for the write that there is; no longer than the limit, if one is given."""
+        if self._writing is not None:
+            self._writing.join(limit_sec)
 
-        Raises:
-            OSError: on all ranks, what it has failed with.
-        """
-        began = time.monotonic()
-        outcome: list[Any] = [self._writing.wait() or self._replaced, time.monotonic() - began]
+    def settle(self) -> None:
+        """Wait for the write behind the step; all ranks call it. Raises OSError: on all ranks, what it has failed with."""
+        self._join()
+        failure, self._written_badly = self._written_badly, None
+        self._fail_together(failure or self._replaced)
+
+    def _fail_together(self, failure: str | None) -> None:
+        """Raise OSError on all ranks where rank 0 has a failure."""
+        outcome = [failure]
         dist.broadcast_object_list(outcome)
         if outcome[0] is not None:
             self._give_back_signals()
             raise OSError(outcome[0])
-        return outcome[1]
 
     def _save(self, state: State, kinds: Sequence[str], *, behind: bool = False) -> None:
         """Write checkpoints of this batch; all ranks learn the outcome, and stop if it failed.
@@ -328,15 +312,16 @@ class Checkpointer(Callback):
             for kind in kinds:
                 self._save_parts(state, kind)
         elif dist.get_global_rank() == 0:
-            began, now, ready = time.monotonic(), state.timestamp, _nothing
+            now = state.timestamp
             content = contents(state, self.model, self.average, self.identity, full=FULL in kinds)
             names = [stem(kind, now.batch.value if kind == FULL else now.sample.value) for kind in kinds]
             is_copied = behind and self._has_room(content)
-            if is_copied:
-                content, ready = self._copy.of(content)
-            self._writing.start(functools.partial(self._write, names, content, ready, began))
+            content, ready = self._copy.of(content) if is_copied else (content, lambda: None)
+            # No daemon: a process that ends waits for it.
+            self._writing = threading.Thread(target=self._write, args=(names, content, ready), name="checkpoints")
+            self._writing.start()
             if not is_copied:  # the state itself is written, which the next batch changes
-                self._writing.join()
+                self._join()
         if not behind:
             self.settle()
         if FULL in kinds:
@@ -350,30 +335,28 @@ class Checkpointer(Callback):
             log.info(f"checkpoints: {need}: training waits while one is written.")
         return has_room
 
-    def _write(
-        self, names: Sequence[str], content: Mapping[str, Any], ready: Callable[[], None], began: float
-    ) -> str | None:
-        """Write checkpoints of one state, and return why one could not be written. On rank 0, perhaps in a thread."""
-        ready()
-        for name in names:
-            is_full = name.startswith(FULL)
-            own = content if is_full else {key: value for key, value in content.items() if key not in OF_FULL}
-            try:
+    def _write(self, names: Sequence[str], content: Mapping[str, Any], ready: Callable[[], None]) -> None:
+        """Write checkpoints of one state in a thread of rank 0."""
+        name, own = names[0], content
+        try:
+            ready()
+            for name in names:
+                is_full = name.startswith(FULL)
+                own = content if is_full else {key: value for key, value in content.items() if key not in OF_FULL}
                 path = write(self.folder, name, own)
                 if is_full:
-                    self._has_written(path, began)
-            except (OSError, RuntimeError) as error:
-                return self._failure(name, own, error)
-            if self._uploads is not None:
-                self._uploads.ask()
-        return None
+                    self._has_written(path)
+                if self._uploads is not None:
+                    self._uploads.ask()
+        except Exception as error:
+            self._written_badly = self._failure(name, own, error)
 
     def _save_parts(self, state: State, kind: str) -> None:
         """Write a checkpoint on all ranks where weights are shared out over them, or a snapshot on rank 0."""
-        full, rank, began = kind == FULL, dist.get_global_rank(), time.monotonic()
+        full, rank = kind == FULL, dist.get_global_rank()
         content = contents(state, self.model, self.average, self.identity, full=full)
         name = stem(kind, state.timestamp.batch.value if full else state.timestamp.sample.value)
-        outcome: list[str | None] = [None]
+        failure = None
         if not full:
             content = gathered(content, here=rank == 0)
         try:
@@ -382,19 +365,16 @@ class Checkpointer(Callback):
             elif rank == 0:
                 write(self.folder, name, content)
             if full and rank == 0:
-                self._has_written(path, began)
+                self._has_written(path)
         except (OSError, RuntimeError) as error:
-            outcome[0] = self._failure(name, content, error)
-        dist.broadcast_object_list(outcome)
-        if outcome[0] is not None:
-            self._give_back_signals()
-            raise OSError(outcome[0])
+            failure = self._failure(name, content, error)
+        self._fail_together(failure)
         if self._uploads is not None:
             self._uploads.ask()
 
-    def _has_written(self, path: Path, began: float) -> None:
+    def _has_written(self, path: Path) -> None:
         """Note a full checkpoint that is there, and remove those beyond save.keep."""
-        self.last_full, self._last_write_sec = path, time.monotonic() - began
+        self.last_full = path
         for old in listed(self.folder, FULL)[self.config.keep :]:
             if self._uploads is None or not self._uploads.is_kept(old):
                 checkpoint_folders.remove(old)
@@ -417,7 +397,3 @@ def _passed(every: int | None, before: int, now: int) -> bool:
 def num_bytes(content: Any) -> int:
     """Return the bytes of all tensors in nested containers."""
     return sum(tensor.nbytes for tensor in tensors_of(content))
-
-
-def _nothing() -> None:
-    """Wait for nothing: the state itself is written, while the run waits."""

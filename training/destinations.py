@@ -35,6 +35,24 @@ class Destination(LoggerDestination):
         if sent := as_sent(metrics):
             super().log_metrics(sent, step)
 
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Images",
+        channels_last: bool = False,
+        step: int | None = None,
+        *rest: Any,
+        **more: Any,
+    ) -> None:
+        """Log a picture, or a film."""
+        if is_first_rank() and isinstance(images, Path):
+            self.log_film(images, name, step)
+        elif is_first_rank():
+            super().log_images(images, name, channels_last, step, *rest, **more)
+
+    def log_film(self, path: Path, name: str, step: int | None) -> None:
+        """Log a GIF. The first rank alone calls it."""
+
     def log_result(self, result: Mapping[str, Any]) -> None:
         """Keep the result line with the run, once it is known."""
 
@@ -77,22 +95,11 @@ class WandBLogger(Destination, composer.loggers.WandBLogger):
             wandb.Run.get_url = lambda run: run.url  # type: ignore[attr-defined]
         super().init(state, logger)
 
-    def log_images(
-        self,
-        images: Any,
-        name: str = "Images",
-        channels_last: bool = False,
-        step: int | None = None,
-        *rest: Any,
-        **more: Any,
-    ) -> None:
-        """Log a picture or a film."""
+    def log_film(self, path: Path, name: str, step: int | None) -> None:
+        """Log a GIF."""
         import wandb
 
-        if not isinstance(images, Path):
-            super().log_images(images, name, channels_last, step, *rest, **more)
-        elif wandb.run is not None:  # the first rank alone has one
-            wandb.log({name: wandb.Video(str(images))}, step=step)
+        wandb.log({name: wandb.Video(str(path))}, step=step)
 
     def log_result(self, result: Mapping[str, Any]) -> None:
         """Write it into the run's summary."""
@@ -127,28 +134,15 @@ class TensorboardLogger(Destination, composer.loggers.TensorboardLogger):
             self.writer.close()
         self.writer = None
 
-    def log_images(
-        self,
-        images: Any,
-        name: str = "Images",
-        channels_last: bool = False,
-        step: int | None = None,
-        *rest: Any,
-        **more: Any,
-    ) -> None:
-        """Log a picture or a film."""
-        if not is_first_rank():
-            return
-        if not isinstance(images, Path):
-            super().log_images(images, name, channels_last, step, *rest, **more)
-            return
+    def log_film(self, path: Path, name: str, step: int | None) -> None:
+        """Log a GIF."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         assert self.writer is not None and self.writer.file_writer is not None
         # torch's add_video does the same with a GIF that it makes itself, for which it wants moviepy.
-        with Image.open(images) as film:
+        with Image.open(path) as film:
             width, height = film.size
-        shown = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=images.read_bytes())
+        shown = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=path.read_bytes())
         self.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=shown)]), step)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from evaluation.prompts import read_prompts
 from evaluation.scoring import Scorer
 from evaluation.unfinished import Parts
 from model import AUTOCAST_DTYPES, LatentDiffusion
-from record.config_file import keep_batch_size
+from record.config_file import keep_keys
 from record.mlperf_events import as_evaluation
 from record.summary import VAL_LOSS, finite
 from stages.dataset import Stage
@@ -55,7 +55,7 @@ def build_scorer(config: RunConfig, folder: Path) -> Scorer | None:
             seed=config.seed,
             settings={"precision": config.precision, **config.objective.of_scores()},
             show_progress=config.loggers.progress_bar,
-            found=lambda batch_size: keep_batch_size(folder, batch_size),
+            found=lambda batch_size: keep_keys(folder, {"eval.batch_size": batch_size}),
             parts=Parts(folder / unfinished.NAME, is_alone=True),
         )
     except ValueError as error:

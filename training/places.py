@@ -35,19 +35,9 @@ Kind = Literal["run", "diffusers", "file", "images"]
 
 OTHERS = "others' weights (diffusers folder, LDM file, name on the hub)"
 POSSIBLE = f"a run (runs/NAME) or its snapshot, {OTHERS}, a folder of images"
-CLASSES = {
-    "unet": ("UNet2DConditionModel",),
-    "transformer": ("FluxTransformer2DModel",),
-    "vae": ("AutoencoderKL",),
-    "text_encoder": ("CLIPTextModel",),
-    "text_encoder_2": ("CLIPTextModelWithProjection", "T5EncoderModel"),
-}
-"""Part of a diffusers folder -> the classes that the families here have for it."""
-OWN_CLASSES = {"unet": "UNet2DConditionMixedNorms"}
-"""The same in an export of ours (zoo/mixed_norms.py)."""
 DENOISERS = ("unet", "transformer")
 EXPORT = "export.json"
-WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor", "safety_checker", "image_encoder")
+ENCODERS = ("vae", "text_encoder", "text_encoder_2")  # folders of a diffusers model
 OF_ENCODERS = ("first_stage_model.", "cond_stage_model.", "conditioner.")
 
 
@@ -109,17 +99,13 @@ def _kind_of_folder(given: str, folder: Path) -> Kind:
     if any(path.suffix in (".pt", ".parts") for path in (folder / "checkpoints").glob("*-*")):
         way = "The training command writes it again, or bring back a copy"
         raise ValueError(f"{given}: it has checkpoints of a run, but no config.yaml. {way}.")
-    if (folder / "model_index.json").is_file():
-        _check_classes(given, folder / "model_index.json")
-        return "diffusers"
     is_one_network = "_class_name" in warm_start.first_object([folder / "config.json"])
-    if is_one_network or any((folder / part).is_dir() for part in DENOISERS):
+    parts = (folder / "model_index.json", *(folder / part for part in DENOISERS))
+    if is_one_network or any(part.exists() for part in parts):
         return "diffusers"
     there = sorted(folder.iterdir())
     if there and not any(path.suffix.lower() in OF_IMAGES for path in there):
-        names = ", ".join(shown(path.name) for path in there[:5]) + (
-            f" and {len(there) - 5} more" if len(there) > 5 else ""
-        )
+        names = ", ".join(shown(path.name) for path in there[:5])
         wanted = "config.yaml, model_index.json, unet/, transformer/ nor images"
         raise ValueError(f"{given} has neither {wanted}: {names}. Possible: {POSSIBLE}.")
     return "images"
@@ -130,52 +116,15 @@ def _kind_of_folder(given: str, folder: Path) -> Kind:
 
 def _fetched(given: str, family: Family, *, encoders: bool) -> hub_names.Name:
     """Fetch a model, or what it has of one: its UNet, or a single file. Raises Refused."""
-    name = hub_names.parse(given)
-    if name is not None and not name.file:
-        index = hub.Need(one_of=("model_index.json",), more=(EXPORT,))
-        with contextlib.suppress(Refused):  # it has none, or cannot be had at all, which is said below
-            hub.look(given, index)
-            found = hub.fetch(given, index, key="eval.py").name
-            _check_classes(given, hub_names.place(str(found)))
     network = need_of_denoiser(family)
-    more = ("model_index.json", *network.more)
-    needs = [dataclasses.replace(network, more=more)]
+    alone = dataclasses.replace(network, more=("model_index.json", EXPORT, *network.more))
     if encoders:
         whole = need_of_encoders(family)
-        needs.insert(
-            0, dataclasses.replace(network, networks=(*network.networks, *whole.networks), whole=whole.whole, more=more)
-        )
-    for need in needs[:-1]:
-        with contextlib.suppress(Refused):
+        need = dataclasses.replace(alone, networks=(*network.networks, *whole.networks), whole=whole.whole)
+        with contextlib.suppress(Refused):  # it has none
             hub.look(given, need)
             return hub.fetch(given, need, key="eval.py").name
-    return hub.fetch(given, needs[-1], key="eval.py").name
-
-
-def _check_classes(given: str, index: Path) -> None:
-    """Raises ValueError: a diffusers folder's model_index.json names a class that no family here has."""
-    stated = warm_start.first_object([index])
-    parts = {part: kind[1] for part, kind in stated.items() if isinstance(kind, list) and len(kind) == 2 and kind[1]}
-    other = {part: kind for part, kind in parts.items() if not (_has_none(part) or _is_known(part, kind))}
-    if other:
-        named = ", ".join(f"{part} {shown(str(kind))}" for part, kind in other.items())
-        possible = ", ".join(f"{part} {' or '.join(kinds)}" for part, kinds in CLASSES.items())
-        raise UnknownClass(
-            f"{given} is a {shown(str(stated.get('_class_name', 'model')))} with {named}, which nothing here is built of. "
-            f"Possible: {possible}, as Stable Diffusion 1.x, 2 and XL and FLUX.1 have them. Give such a model."
-        )
-
-
-class UnknownClass(ValueError):
-    """A model of classes that no family here has."""
-
-
-def _has_none(part: str) -> bool:
-    return part.startswith(WITHOUT_WEIGHTS)
-
-
-def _is_known(part: str, kind: str) -> bool:
-    return kind in CLASSES.get(part, ()) or kind == OWN_CLASSES.get(part)
+    return hub.fetch(given, alone, key="eval.py").name
 
 
 def of_export(place: Place) -> dict[str, str]:
@@ -188,7 +137,7 @@ def of_export(place: Place) -> dict[str, str]:
 def has_encoders(place: Place) -> bool:
     """True where others' weights come with an autoencoder or a text encoder of their own."""
     if place.kind == "diffusers":
-        return any((place.path / folder).is_dir() for folder in CLASSES if folder not in DENOISERS)
+        return any((place.path / folder).is_dir() for folder in ENCODERS)
     try:
         return any(name.startswith(OF_ENCODERS) for name in open_weights(place.path).entries)
     except ValueError:

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from cli import ranks
 from cli.errors import ConfigError, Failed
 from cli.log import log
-from record.checkpoint_files import FULL, WEIGHTS, find_newest, listed, number_of
+from record.checkpoint_files import FULL, WEIGHTS, find_newest, number_of
 from record.checkpoint_folders import digest_of, remove
 from record.config_file import CONFIG
 from record.files import STARTS, run_id_of
@@ -31,7 +31,7 @@ from training.resume import check_begun
 from training.run_config import RunConfig, resolve
 from training.sharding import is_sharded
 from training.shared_folder import fetch_to_all, replace_record
-from training.uploads import Missing, Uploads
+from training.uploads import Uploads
 
 ATTEMPTS = 3  # of each request, before the run
 
@@ -72,20 +72,23 @@ def bring_back(config: RunConfig, uploads: Uploads | None = None) -> tuple[RunCo
         the configuration, with what the run was begun with; the result, of a run that is finished, else None.
 
     Raises:
-        ConfigError: on all ranks: the store cannot be read or written, or has another run of this name.
+        ConfigError: on all ranks: the run was begun with another configuration; the store cannot be read or written, or
+            has another run of this name.
         Failed: on all ranks: the store is away, or another process uses the run's folder.
     """
-    if config.save.remote is not None:
-        folder = Path(config.run_folder, config.run_name or "")
+    folder, came = Path(config.run_folder, config.run_name or ""), False
+    if config.save.remote is None:
+        result = ranks.on_rank_zero(lambda: check_begun(config, folder))
+    else:
         came, result = ranks.on_rank_zero(lambda: _brought(config, folder))
         if result is None and not is_sharded(config):
             fetch_to_all(folder, lambda: _upload(uploads), lambda: _fetch_newest(config, folder))
         config = _as_begun(config) if came or asks_all(config) else config
-        if result is not None:
-            if not came:
-                start(uploads)
-            return config, result
-    return published.fetched(config), None
+    if result is None:
+        return published.fetched(config), None
+    if not came:
+        start(uploads)
+    return config, result
 
 
 def _as_begun(config: RunConfig) -> RunConfig:
@@ -121,29 +124,16 @@ def start(uploads: Uploads | None) -> None:
         uploads.start()
 
 
-def finished_here(config: RunConfig, uploads: Uploads | None) -> dict[str, Any] | None:
-    """Return the result of a run that this machine has finished, or None. What the store has not of it is uploaded.
-
-    Raises:
-        ConfigError: the run was begun with another configuration, or the store has another run.
-        Missing: the store does not answer.
-    """
-    if asks_all(config):
-        return None
-    folder = Path(config.run_folder, config.run_name or "")
-    result = check_begun(config, folder)
-    if result is not None and uploads is not None:
-        try:
-            there = uploads.store.listed()
-            _check_is_same_run(uploads.store, there, folder)
-        except store_errors() as error:
-            raise Missing(f"save.remote: {explain_store_error(error, uploads.store.address)}") from error
-        if not _is_newer(there, next(iter(listed(folder / CHECKPOINTS, FULL)), None)):
-            uploads.start()
-    return result
-
-
 # --- on rank 0 ---
+
+
+@contextlib.contextmanager
+def _asking(store: RunStore, done: str = "read") -> Iterator[None]:
+    """Raise Failed or ConfigError instead of what the store's client raises."""
+    try:
+        yield
+    except store_errors() as error:
+        raise refusal(error, f"save.remote: {explain_store_error(error, store.address, done)}") from error
 
 
 def _brought(config: RunConfig, folder: Path) -> tuple[bool, dict[str, Any] | None]:
@@ -152,12 +142,11 @@ def _brought(config: RunConfig, folder: Path) -> tuple[bool, dict[str, Any] | No
     store = RunStore(config.save.remote, folder.name, ATTEMPTS)
     was_there, lock = folder.exists(), FileLock(folder / ".lock")
     try:
-        store.check_writable()
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-        return _fetched(store, store.listed(), folder, config)
-    except store_errors() as error:
-        raise refusal(error, f"save.remote: {explain_store_error(error, store.address, 'written')}") from error
+        with _asking(store, "written"):
+            store.check_writable()
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+            return _fetched(store, store.listed(), folder, config)
     except Timeout as error:
         given = f"another process is training in {folder}"
         raise Failed(f"run_name: {given}. Wait for it, or take another run_name.") from error
@@ -172,28 +161,21 @@ def _brought(config: RunConfig, folder: Path) -> tuple[bool, dict[str, Any] | No
 def _upload(uploads: Uploads | None) -> None:
     """Give the store what rank 0's folder has. Raises Failed, ConfigError: it cannot be written."""
     assert uploads is not None
-    try:
+    with _asking(uploads.store, "written"):
         uploads.bring()
-    except store_errors() as error:
-        address = uploads.store.address
-        raise refusal(error, f"save.remote: {explain_store_error(error, address, 'written')}") from error
 
 
 def _fetch_newest(config: RunConfig, folder: Path) -> None:
     """Bring the store's record and its newest checkpoint into a folder that rank 0 does not write."""
     assert config.save.remote is not None
     store = RunStore(config.save.remote, folder.name, ATTEMPTS)
-    try:
+    with _asking(store):
         there = store.listed()
         if CONFIG in there:
             folder.mkdir(parents=True, exist_ok=True)
             _fetch_record(store, there, folder)
-            newest = find_newest(folder / CHECKPOINTS)
-            full = [one for one in checkpoints_in(there)[0] if one.kind == FULL]
-            if full and (newest is None or full[0].number > number_of(newest)):
-                _fetch(store, full[0], folder)
-    except store_errors() as error:
-        raise refusal(error, f"save.remote: {explain_store_error(error, store.address)}") from error
+            for newest in _newer(there, find_newest(folder / CHECKPOINTS))[:1]:
+                _fetch(store, newest, folder)
 
 
 def _has_files(folder: Path) -> bool:
@@ -201,50 +183,43 @@ def _has_files(folder: Path) -> bool:
     return folder.exists() and any(path.name != ".lock" for path in folder.iterdir())
 
 
+def _newer(there: Mapping[str, int], newest: Path | None) -> list[StoredCheckpoint]:
+    """Return the store's full checkpoints that are newer than this machine's, the newest first."""
+    full = [one for one in checkpoints_in(there)[0] if one.kind == FULL]
+    return [one for one in full if newest is None or one.number > number_of(newest)]
+
+
 def _fetched(
     store: RunStore, there: Mapping[str, int], folder: Path, config: RunConfig
 ) -> tuple[bool, dict[str, Any] | None]:
-    was_empty, has_record = not _has_files(folder), (folder / CONFIG).is_file()
-    newest, damaged = _newest_here(folder)
+    was_empty, newest, damaged = not _has_files(folder), None, None
+    try:
+        newest = find_newest(folder / CHECKPOINTS)
+    except ConfigError as error:  # every one is damaged: the store may have a whole one
+        damaged = error
     _check_is_same_run(store, there, folder)
-    if not any(name in there for name in (CONFIG, STARTS)) or (has_record and not _is_newer(there, newest)):
+    newer = _newer(there, newest)
+    if not any(name in there for name in (CONFIG, STARTS)) or ((folder / CONFIG).is_file() and not newer):
         if damaged is not None:
             raise damaged
-        return False, check_begun(_as_begun(config), folder) if asks_all(config) else None
-    whole, _ = checkpoints_in(there)
+        return False, check_begun(_as_begun(config), folder)
     try:
         _fetch_record(store, there, folder)
         if config.eval.when == "after":
-            for one in whole:
+            for one in checkpoints_in(there)[0]:
                 if one.kind == WEIGHTS and not (folder / CHECKPOINTS / one.name).exists():
                     _fetch(store, one, folder)
         if (result := check_begun(_as_begun(config), folder)) is not None:
             return True, result
-        full = [one for one in whole if one.kind == FULL and (newest is None or one.number > number_of(newest))]
-        if not any(_fetch(store, one, folder) for one in full) and newest is None:
-            if damaged is not None:
-                raise damaged
-            if full:
-                text = f"save.remote: every one of the {len(full)} full checkpoints in {store.address} is damaged"
-                raise ConfigError([f"{text}. Bring back a copy, or take another run_name to begin anew."])
+        if not any(_fetch(store, one, folder) for one in newer) and newest is None and (newer or damaged):
+            text = f"save.remote: every one of the {len(newer)} full checkpoints in {store.address} is damaged"
+            again = ConfigError([f"{text}. Bring back a copy, or take another run_name to begin anew."])
+            raise damaged or again
     except BaseException:
         for path in folder.iterdir() if was_empty else ():
             remove(path)
         raise
     return True, None
-
-
-def _newest_here(folder: Path) -> tuple[Path | None, ConfigError | None]:
-    """Return the newest whole checkpoint on this machine, and what there is to say where every one is damaged."""
-    try:
-        return find_newest(folder / CHECKPOINTS), None
-    except ConfigError as error:
-        return None, error
-
-
-def _is_newer(there: Mapping[str, int], newest: Path | None) -> bool:
-    numbers = [one.number for one in checkpoints_in(there)[0] if one.kind == FULL]
-    return bool(numbers) and (newest is None or max(numbers) > number_of(newest))
 
 
 def _check_is_same_run(store: RunStore, there: Mapping[str, int], folder: Path) -> None:
@@ -279,9 +254,8 @@ def _fetch_record(store: RunStore, there: Mapping[str, int], folder: Path) -> No
             digest = store.digest_of(name)
             if digest is not None and digest_of(aside / name) != digest:
                 given = f"{store.address}/{name} is damaged: its bytes are not those that were put"
-                raise ConfigError(
-                    [f"save.remote: {given}. Bring back a copy, or remove it: what it said is then lost."]
-                )
+                ways = "Bring back a copy, or remove it: what it said is then lost"
+                raise ConfigError([f"save.remote: {given}. {ways}."])
         replace_record(folder, aside, names)
     finally:
         remove(aside)

@@ -7,6 +7,7 @@ later.yaml), before anything is built. Then, with encoders and stage loaded, it 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,22 +21,17 @@ from filelock import FileLock, Timeout
 from callbacks.quality_target import TARGET_KEYS, outcome, said
 from cli import errors, masking, ranks
 from cli.errors import ConfigError, Failed
+from cli.files import read_regular
 from cli.log import log
 from config import flat
-from data import DataConfig
 from evaluation.score_table import read_rows
-from record.checkpoint_files import check_whole, find_newest, outline
+from record.checkpoint_files import find_newest, outline
 from record.config_file import found_batch_size, keep_keys, read_config
-from record.files import check_are_files, evaluations_of, lost_history, read_summary
+from record.files import evaluations_of, lost_history, read_summary, validations_of
 from record.mlperf_events import lost_events
 from record.summary import COST_KEYS, RESULT_KEYS, VAL_LOSS, rounded, spent, write_outcome
 from stages.dataset import Stage
-from stages.fetch import INDEX
-from stages.keys import KEYS_FILE
-from stages.mixture import StreamConfig
-from stages.shared_memory import LOCK_FILE
 from training.checkpoint_content import Progress, disagreements
-from training.evaluated import check_evaluations, has_files_of, is_evaluated_alike, measured
 from training.run_config import RunConfig
 from training.sharding import is_sharded
 from training.shared_folder import check_is_shared
@@ -117,6 +113,101 @@ def kept(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**identity, **masking.written({"model.denoiser": identity["model.denoiser"]})}
 
 
+# --- how it was evaluated and validated before ---
+
+# Settings on an evaluation's line that its metrics depend on, and the keys they come from.
+SETTINGS = {
+    "prompts_sha256": "eval.prompts",
+    "num_prompts": "eval.num_prompts",
+    "guidance": "eval.guidance",
+    "steps": "eval.steps",
+    "sampler": "eval.sampler",
+    "eval_weights": "eval.weights",
+    "eval_image_size": "eval.image_size",
+    "statistics_sha256": "eval.statistics",
+    "inception_fingerprint": "eval.inception",
+    "resize": "eval.resize",
+    "eval_precision": "eval.precision",
+    "clip_fingerprint": "eval.clip",
+}
+OF_VALIDATION = {
+    "times": "validation.times",
+    "num_samples": "validation.num_samples",
+    "stage_sha256": "validation.remote",
+}
+
+
+def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> None:
+    """Compare a run's evaluation settings with those of its earlier evaluations, so that all its scores are comparable.
+
+    Args:
+        batch: where the run resumes; later lines are cut.
+        settings: of evaluation.scoring.Scorer, and eval_weights.
+
+    Raises:
+        ConfigError: lists what differs.
+    """
+    todo = "A run's evaluations have to be alike: use that, or another run_name; its snapshots can be scored anew by "
+    todo += f"composer eval.py {folder} KEY=... out=FOLDER."
+    lines = [line for line in evaluations_of(folder) if line["batch"] <= batch]
+    _check_alike(f"{folder} was evaluated", lines[-1:], SETTINGS, settings, todo)
+
+
+def check_validations(folder: Path, batch: int, settings: Mapping[str, Any]) -> None:
+    """The same of a run's validations, where its target is their loss. `settings`: those of this start's validations."""
+    todo = "Losses of one target have to be alike: use that, or another run_name."
+    lines = [line for line in validations_of(folder) if line["batch"] <= batch]
+    _check_alike(f"{folder} was validated", lines, OF_VALIDATION, settings, todo)
+
+
+def _check_alike(
+    was: str, lines: Sequence[Mapping[str, Any]], keys: Mapping[str, str], settings: Mapping[str, Any], todo: str
+) -> None:
+    differing = []
+    for name, key in keys.items():
+        value = settings.get(name)
+        for line in [line for line in lines if line.get(name) != value][-1:]:
+            given = f"{key}: {name} {value}, but {was} with {line.get(name)} at {line['images']:,} images"
+            differing.append(f"{given}. {todo}")
+    if differing:
+        raise ConfigError(differing)
+
+
+def is_evaluated_alike(folder: Path, config: RunConfig) -> bool:
+    """True if the keys that a score depends on equal the run's, and their small files are unchanged."""
+    evaluated = {key: value for key, value in flat(config).items() if key in SETTINGS.values()}
+    begun = {**flat(type(config)()), **read_config(folder)}  # a missing key has its default
+    return evaluated.items() <= begun.items() and has_files_of(evaluations_of(folder)[-1:], config)
+
+
+def has_files_of(scores: Sequence[Mapping[str, Any]], config: RunConfig) -> bool:
+    """True if there is no score, or the scores used these prompts and statistics: a path's content may have changed."""
+    now = {}
+    for setting in ("prompts_sha256", "statistics_sha256"):
+        path = getattr(config.eval, SETTINGS[setting].removeprefix("eval."))
+        if path is not None and Path(path).expanduser().is_file():
+            now[setting] = hashlib.sha256(read_regular(Path(path).expanduser())).hexdigest()
+    return not scores or any(all(score.get(key, digest) == digest for key, digest in now.items()) for score in scores)
+
+
+def measured(folder: Path, config: RunConfig) -> list[dict[str, Any]]:
+    """Return the lines of a run's record that this start's target is decided by.
+
+    Raises:
+        ConfigError: they are losses, and not what this start would measure.
+    """
+    if config.target.val_loss is not None:
+        lines = validations_of(folder)
+        settings = config.validation.identity_of(config.validation.held_out.contents)
+        check_validations(folder, max((line["batch"] for line in lines), default=0), settings)
+        return lines
+    is_alike = config.eval.when == "in_training" or is_evaluated_alike(folder, config)
+    return evaluations_of(folder) if is_alike else []
+
+
+# --- whether it is finished ---
+
+
 def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[str, Any] | None:
     """Return the result of a finished run and log that it is finished; None if it is not.
 
@@ -132,10 +223,9 @@ def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[
     lines, is_of_loss = measured(folder, config), config.target.val_loss is not None
     is_decided = is_of_loss or config.eval.when != "off"
     met = next((line for line in lines if is_decided and config.target.is_met(line)), None)
-    stopped_early = summary.get("stopped_early", summary.get("target") == "reached" and bool(lines))
     if met is not None:
         found, text = outcome(lines, met, config.target.metrics), f"has reached its target ({said(met)})"
-    elif stopped_early or max_duration not in (None, summary.get("max_duration")):
+    elif summary.get("stopped_early") or max_duration not in (None, summary.get("max_duration")):
         return None  # it met an easier target, or a longer training is wanted
     else:
         found, more = _unmet(folder, summary, lines, config)
@@ -146,11 +236,6 @@ def finished(folder: Path, max_duration: str | None, config: RunConfig) -> dict[
     if dist.get_global_rank() == 0:
         if found:
             write_outcome(folder, found)
-        there = [f"{key}." for key in read_config(folder)]  # the checkpoint has already reported lost keys
-        lost = [
-            key for key in flat(config) if not any(f"{key}.".startswith(t) or t.startswith(f"{key}.") for t in there)
-        ]
-        keep_keys(folder, {key: value for key, value in flat(config).items() if key in lost})
         if "cost" in found:
             keep_keys(folder, flat(config), ("cost.",))
         if is_decided:  # so that eval.py scores with this start's settings
@@ -191,12 +276,6 @@ def _unmet(folder: Path, summary: Mapping[str, Any], lines: list[Any], config: R
     return found, f"{more}: composer eval.py {folder} scores the snapshots that it has"
 
 
-def _as_yaml(value: Any) -> Any:
-    if isinstance(value, list) and any(isinstance(part, dict) for part in value):
-        return json.dumps(value)
-    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
-
-
 def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     """Compare with the configuration that a run began with, before anything is built.
 
@@ -206,19 +285,16 @@ def check_begun(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: lists what differs.
     """
-    check_are_files(folder)
     if not (folder / "config.yaml").is_file():
         return None
     begun = read_config(folder)
     begun = {key: _comparable(key, value) for key, value in begun.items()}
     differing = {key: value for key, value in _lasting(config).items() if key in begun and begun[key] != value}
     if differing:
+        texts = {key: [json.dumps(each).strip('"') for each in (value, begun[key])] for key, value in differing.items()}
+        again = "A run resumes as it began: use that value, or another run_name."
         raise ConfigError(
-            [
-                f"{key}: {_as_yaml(value)}, but {folder} was begun with {_as_yaml(begun[key])}. A run resumes as it began: "
-                f"use that value, or another run_name."
-                for key, value in differing.items()
-            ]
+            [f"{key}: {now}, but {folder} was begun with {was}. {again}" for key, (now, was) in texts.items()]
         )
     lines = evaluations_of(folder)  # unreadable lines are refused before anything is built
     if _lasting(config).keys() - begun.keys():
@@ -262,8 +338,7 @@ def check_encoders(stages: Sequence[Stage], held_out: Stage | None, fingerprints
 class RunState:
     """A run that this process has locked, and its progress.
 
-    checkpoint: path and content of the one to resume from, or None; lock: held by rank 0 until the process ends; made:
-    folders and files that this start has created, the outermost first.
+    checkpoint: path and content of the one to resume from, or None; lock: held by rank 0 until the process ends.
     """
 
     folder: Path
@@ -306,13 +381,9 @@ class RunState:
             path, content = self.checkpoint
             saved = _with_encoders_of(content["identity"], identity)
             identity, content = _with_encoders_of(identity, saved), {**content, "identity": saved}
-            if problems := disagreements(content, identity, path, flat(config)):
+            if problems := disagreements(content, identity, path):
                 raise ConfigError(problems)
         return identity
-
-    def verify_evaluations(self, settings: Mapping[str, Any]) -> None:
-        """Compare with the run's earlier evaluations, see `check_evaluations`."""
-        check_evaluations(self.folder, self.progress.batch, settings)
 
     def finished(self, config: RunConfig, *, is_over: bool) -> dict[str, Any] | None:
         """Return the result of a finished run and log that, or None. `is_over`: no batch is left to train."""
@@ -335,11 +406,8 @@ class RunState:
         except BaseException as error:
             self.release()
             _remove(self.made, self.folder)
-            if (
-                isinstance(error, ValueError)
-                and not isinstance(error, ConfigError | Failed)
-                and errors.is_foreseen(error)
-            ):
+            is_ours = isinstance(error, ConfigError | Failed)
+            if isinstance(error, ValueError) and not is_ours and errors.is_foreseen(error):
                 raise ConfigError([str(error)]) from error
             raise
 
@@ -350,7 +418,7 @@ def _missing(folder: Path) -> list[Path]:
 
 
 def _remove(made: Sequence[Path], own: Path) -> None:
-    """Remove what a start has created: its own folder and a cache with their content, parents only if they are empty."""
+    """Remove what a start has created: its own folder with its content, parents only if they are empty."""
     for path in reversed(made):
         with contextlib.suppress(OSError):  # another rank was first, or another process uses it too
             if path.is_file():
@@ -358,8 +426,6 @@ def _remove(made: Sequence[Path], own: Path) -> None:
             elif path == own.absolute():
                 shutil.rmtree(path)
             else:
-                for name in (INDEX, f"{INDEX}.tmp", LOCK_FILE, KEYS_FILE):
-                    (path / name).unlink(missing_ok=True)
                 path.rmdir()
 
 
@@ -370,7 +436,7 @@ def open_run(config: RunConfig) -> RunState:
         Failed: another process uses it.
         ConfigError: all its checkpoints are damaged; or the newest one or the record is unreadable.
     """
-    data, folder = config.data, Path(config.run_folder, config.run_name or "")
+    folder = Path(config.run_folder, config.run_name or "")
     lock = FileLock(folder / ".lock")
 
     def find() -> tuple[Path | None, list[Path]]:
@@ -389,19 +455,13 @@ def open_run(config: RunConfig) -> RunState:
                 raise ConfigError([f"run_folder: {error}. Give a folder that this user may write in."]) from error
             raise
 
-    sources: list[StreamConfig | DataConfig]
-    sources = [*data.sources, *([config.validation.source(data, data.stage)] if config.validation.is_given else [])]
-    cached = [Path(each.local) for each in sources if each.remote and each.local and not data.synthetic]
-    of_cache = [path for folder in cached for path in _missing(folder)]
     newest, made = ranks.on_rank_zero(find)
-    made = [*made, *(path for path in of_cache if path not in made)]
     state = RunState(folder, Progress(0, 0, 0, 0, 0, 0.0), None, lock if dist.get_global_rank() == 0 else None, made)
     with state.or_nothing():
         if config.save.is_on and (config.save.remote is None or is_sharded(config)):
             check_is_shared(folder)  # else training/remote.py has given each machine what it reads
         content = None if newest is None else outline(newest)
         if newest is not None and content is not None:
-            check_whole(content, newest)
             state.checkpoint, state.progress = (newest, content), Progress(**content["progress"])
         state.lost = ranks.on_rank_zero(
             lambda: lost_history(folder, content) | (lost_events(folder, content) if config.mlperf.enabled else {})

@@ -22,10 +22,10 @@ from evaluation.score_table import Table
 from evaluation.scoring import FIGURES, Scorer
 from evaluation.unfinished import Parts
 from model import LatentDiffusion
-from record.config_file import LATER, keep_batch_size, read_config
+from record.config_file import LATER, keep_keys, read_config
 from record.files import run_id_of
 from record.summary import result_line, rounded, write_outcome
-from training import initial, speed, warm_start
+from training import speed, warm_start
 from training.eval_keys import DECIDING, EvalCommand, which
 from training.places import Place
 from training.run_config import build
@@ -180,7 +180,7 @@ def build_at(config: EvalCommand, place: Place, device: torch.device) -> LatentD
     """Build a place's model on the device; a run's still has its initial weights."""
     model = build(config)
     if config.lora.is_given:
-        initial.add_adapter(config, model)
+        warm_start.add_adapter(config, model)
     if place.kind != "run":
         warm_start.load(model, str(config.model.denoiser), config.eval.weights or "training")
     model.place(device, config.precision or "fp32")
@@ -209,7 +209,7 @@ def _ready(config: EvalCommand, place: Place, folder: Path, device: torch.device
 def keep(run: Path, batch_size: int) -> None:
     """Keep the batch size that was found in a run's folder, or say that it cannot be kept."""
     try:
-        keep_batch_size(run, batch_size)
+        keep_keys(run, {"eval.batch_size": batch_size})
     except OSError as error:
         given = f"eval.batch_size: {batch_size} was found, but {run / LATER} cannot be written: {error.strerror}"
         log.info(f"{given}. Another machine may find another one: give it with eval.batch_size.")

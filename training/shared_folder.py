@@ -17,10 +17,9 @@ from composer.utils import dist
 
 from cli import ranks
 from cli.errors import ConfigError
-from cli.files import read_regular
 from cli.log import log
 from record.checkpoint_files import FULL, find_newest, listed, number_of
-from record.files import ALL, MOST_OF_LINES
+from record.files import ALL
 from training.uploads import REPLACED
 
 SEEN = ".seen-"
@@ -70,20 +69,28 @@ def fetch_to_all(folder: Path, upload: Callable[[], None], fetch: Callable[[], N
     newest = ranks.on_rank_zero(newest_of_first)
     is_blind = blind[dist.get_global_rank() - dist.get_local_rank()] is not None
 
+    def own() -> list[Path]:
+        return listed(folder / CHECKPOINTS, FULL)
+
+    def check() -> None:
+        """See that no checkpoint is here, this machine's or a copy, which rank 0 and the store have lost."""
+        if own() and (newest is None or number_of(own()[0]) > number_of(newest)):
+            has = f"batch {number_of(newest)}" if newest is not None else "no checkpoint"
+            given = f"{platform.node()} has {own()[0]}, of batch {number_of(own()[0])}, and rank 0 on {first} has {has}"
+            todo = f"Make {platform.node()} the first machine, so that it goes on from there, or move that folder away"
+            raise ConfigError([f"run_folder: {given}. {todo}."])
+
     def fetch_here() -> None:
         with _said(folder):
             fetch()
-            own = listed(folder / CHECKPOINTS, FULL)
-            if newest is not None and (not own or own[0].name != newest.name):
-                has = own[0].name if own else "no checkpoint"
-                given = f"{platform.node()} has fetched {has}, not {newest.name} of {first}"
+            if newest is not None and [path.name for path in own()[:1]] != [newest.name]:
+                given = f"{platform.node()} has not fetched {newest.name} of {first}"
                 raise ConfigError([f"run_folder: {given}. Give a folder that all machines share."])
-            for path in own[1:]:
+            for path in own()[1:]:
                 path.unlink()
 
-    # All look before one writes.
-    ranks.on_one_rank_of_each_machine((lambda: _check_is_no_newer(folder, newest, first)) if is_blind else lambda: None)
-    ranks.on_one_rank_of_each_machine(fetch_here if is_blind else lambda: None)
+    for work in (check, fetch_here):  # all look before one writes
+        ranks.on_one_rank_of_each_machine(work if is_blind else lambda: None)
 
 
 def _machines(folder: Path) -> tuple[str, list[str | None]]:
@@ -149,24 +156,12 @@ def _said(folder: Path) -> Iterator[None]:
         raise ConfigError([f"run_folder: {given}. Give a folder that this user may write in, with room."]) from error
 
 
-def _check_is_no_newer(folder: Path, newest: Path | None, first: str) -> None:
-    """Raises ConfigError: this machine has a checkpoint, its own or a copy, which rank 0 and the store have lost."""
-    own = next(iter(listed(folder / CHECKPOINTS, FULL)), None)
-    if own is not None and (newest is None or number_of(own) > number_of(newest)):
-        has = f"batch {number_of(newest)}" if newest is not None else "no checkpoint"
-        given = f"{platform.node()} has {own}, of batch {number_of(own)}, and rank 0 on {first} has {has}"
-        todo = f"Make {platform.node()} the first machine, so that it goes on from there, or move that folder away"
-        raise ConfigError([f"run_folder: {given}. {todo}."])
-
-
 def replace_record(folder: Path, aside: Path, names: Collection[str]) -> None:
-    """Give a run's folder these files, which lie aside. What its record had instead is kept in the folder `replaced`."""
+    """Give a run's folder these files, which lie aside. What its record had is kept in the folder `replaced`."""
     kept = folder / REPLACED / time.strftime("%Y%m%d-%H%M%S")
     for name in {*names, *ALL}:
         old, new = folder / name, aside / name
-        if old.is_file() and (
-            not new.is_file() or read_regular(old, MOST_OF_LINES) != read_regular(new, MOST_OF_LINES)
-        ):
+        if old.is_file():
             kept.mkdir(parents=True, exist_ok=True)
             old.replace(kept / old.name)
         if new.is_file():

@@ -14,7 +14,7 @@ import xxhash
 from cli.errors import ConfigError
 from evaluation.prompts import Prompt, PromptSet
 from model import LatentDiffusion
-from record.checkpoint_files import FULL, WEIGHTS, check_whole, fault, listed, read
+from record.checkpoint_files import FULL, WEIGHTS, fault, listed, read
 from training.adapter import other_base
 from weights.tensors import canonical_name, difference, tensor_specs
 
@@ -30,9 +30,7 @@ def snapshots_of(run: Path) -> list[Path]:
     folder = run / "checkpoints"
     found = listed(folder, WEIGHTS)[::-1] or listed(folder, FULL)[:1]
     if not found:
-        raise ConfigError(
-            [f"{run} has no snapshot to score. Train it with save.snapshot_every_images, or eval.when=after."]
-        )
+        raise ConfigError([f"{run} has no snapshot. Train it with save.snapshot_every_images, or eval.when=after."])
     return found
 
 
@@ -54,7 +52,6 @@ def load_snapshot(
     if wrong := fault(path):
         raise ConfigError([f"{path} is damaged: {wrong}. Bring back a copy, or remove it to score the others."])
     content = read(path)
-    check_whole(content, path)
     identity, progress = content["identity"], content["progress"]
     differing = [
         f"model.weights: its {name} has the fingerprint {digest}, {path} was trained with {identity[key]}. Use those weights."
@@ -105,31 +102,21 @@ def match_prompts(paths: Sequence[Path], prompt_set: PromptSet) -> list[Prompt]:
     Raises:
         ValueError: an image has no prompt, or several with its image_id; two images have the same; or a prompt has no image.
     """
-    numbers = []
-    for path in paths:
-        found = re.findall(r"\d+", path.stem)
-        if not found:
-            raise ValueError(f"{path}: no number in its name. Name images after their prompt's id, e.g. 770337.png.")
-        numbers.append(int(found[-1]))
+    numbers = [int((re.findall(r"\d+", path.stem) or ["-1"])[-1]) for path in paths]
     by_id = {prompt.number: prompt for prompt in prompt_set.prompts}
     by_image = {prompt.image_id: prompt for prompt in prompt_set.prompts}
-    of_image = Counter(prompt.image_id for prompt in prompt_set.prompts)
     are_ids = sum(n in by_id for n in numbers) >= sum(n in by_image for n in numbers)
     table, column = (by_id, "id") if are_ids else (by_image, "image_id")
-    strangers = [path.name for path, number in zip(paths, numbers, strict=True) if number not in table]
-    if strangers:
-        raise ValueError(f"eval.prompts: no {column} for {_some(strangers)}. Give the prompts that the images are of.")
-    if len(set(numbers)) < len(numbers):
-        twice = next(path.name for path, number in zip(paths, numbers, strict=True) if numbers.count(number) > 1)
-        raise ValueError(f"{twice}: another image has the same {column}. Give one image a prompt.")
-    several = [] if are_ids else [str(number) for number in numbers if of_image[number] > 1]
-    if several:
-        raise ValueError(
-            f"eval.prompts: several prompts of image_id {_some(several)}, after which the images are named. Name them after "
-            "their prompt's id, or give a file with one prompt an image."
-        )
-    missing = [str(number) for number in table if number not in set(numbers)]
-    if missing:
+    if strangers := [path.name for path, number in zip(paths, numbers, strict=True) if number not in table]:
+        todo = "Give the prompts that the images are of; an image's name ends in its prompt's id, e.g. 770337.png"
+        raise ValueError(f"eval.prompts: no {column} for {_some(strangers)}. {todo}.")
+    images, prompts = Counter(numbers), Counter(prompt.image_id for prompt in prompt_set.prompts)
+    if twice := [path.name for path, number in zip(paths, numbers, strict=True) if images[number] > 1]:
+        raise ValueError(f"{_some(twice)}: several images have one {column}. Give one image a prompt.")
+    if several := [str(number) for number in numbers if prompts[number] > 1 and not are_ids]:
+        todo = "Name the images after their prompt's id, or give a file with one prompt an image"
+        raise ValueError(f"eval.prompts: several prompts of image_id {_some(several)}. {todo}.")
+    if missing := [str(number) for number in table if number not in images]:
         ways = "Give the images that are missing, or a file of prompts without theirs"
         raise ValueError(f"eval.prompts: no image for {column} {_some(missing)}. {ways}.")
     return [table[number] for number in numbers]

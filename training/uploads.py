@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cli.log import log
@@ -22,7 +22,7 @@ from evaluation import unfinished
 from record.checkpoint_files import FULL, WEIGHTS, listed, number_of
 from record.checkpoint_folders import digest_of
 from record.files import STARTS, SUMMARY
-from record.run_store import CHECKPOINTS, RunStore, checkpoints_in, names_of
+from record.run_store import CHECKPOINTS, RunStore, checkpoints_in, files_of
 from stages.store_errors import explain_store_error
 
 FIRST_WAIT_SEC, LONGEST_WAIT_SEC = 1.0, 20.0  # between two tries
@@ -63,7 +63,7 @@ class Uploads:
         self._own: set[str] = set()  # digests of starts.jsonl that this process has put, or tried to
         self._asked = self._done = 0
         self._moved_at = time.monotonic()
-        self._object, self._sent, self._most_sent = "", 0, 0
+        self._most_sent: dict[str, int] = {}  # name -> bytes in the best try
         self._away_since: float | None = None
         self._said_at = 0.0
         self._why = "no answer yet"
@@ -107,11 +107,6 @@ class Uploads:
             time.sleep(ASK_SEC)
         return self.replaced
 
-    def end(self) -> None:
-        """End the thread, as soon as it waits for something."""
-        self._is_over.set()
-        self._wake.set()
-
     @contextlib.contextmanager
     def until_there(self) -> Iterator[None]:
         """Wait at the end of the context if it was started, also after an error; not where the process has to end at once.
@@ -128,21 +123,17 @@ class Uploads:
         else:
             if self.is_started and (text := self.wait()) is not None:
                 raise Missing(text)
-        finally:
-            self.end()
+        finally:  # the thread ends as soon as it waits for something
+            self._is_over.set()
+            self._wake.set()
 
     def _missing(self, waited_sec: float) -> str:
-        names = sorted({self._shown(name) for name in self._wanted() - set(self._there or {})})
-        names += sorted(name for name in self._changed() if name not in names)
+        names = [*(path.name for path in self._lacking()), *sorted(self._changed())]
         some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return (
             f"save.remote: {self.store.address} does not have all of this run: {some or 'its newest files'} not there after "
             f"{waited_sec:.0f} s; {self._why} {self.folder} is whole: the same command uploads the rest."
         )
-
-    @staticmethod
-    def _shown(name: str) -> str:
-        return name.removeprefix(CHECKPOINTS).split("/")[0] if name.startswith(CHECKPOINTS) else name
 
     # --- the thread's side ---
 
@@ -177,16 +168,19 @@ class Uploads:
         self._said_at = now
         log.warning(f"save.remote: {self._why} Training goes on, and it is tried again.")
 
-    def _begin(self, name: str) -> None:
-        """Begin to send an object, perhaps again."""
-        self._most_sent = self._most_sent if name == self._object else 0
-        self._object, self._sent = name, 0
+    def _sending(self, name: str) -> Callable[[int], None]:
+        """Return what notes bytes of an object on their way. Those that a try before had sent too are no progress: a
+        socket takes some unheard.
+        """
+        sent = 0
 
-    def _has_sent(self, num_bytes: int) -> None:
-        """Note bytes on their way; those that a try before had sent too are no progress: a socket takes some unheard."""
-        self._sent += num_bytes
-        if self._sent > self._most_sent:
-            self._most_sent, self._moved_at = self._sent, time.monotonic()
+        def note(num_bytes: int) -> None:
+            nonlocal sent
+            sent += num_bytes
+            if sent > self._most_sent.get(name, 0):
+                self._most_sent[name], self._moved_at = sent, time.monotonic()
+
+        return note
 
     def _moved(self) -> None:
         """Note that the store has done what it was asked for."""
@@ -202,11 +196,11 @@ class Uploads:
             self.store.remove_unfinished()
             self._moved()
         self._bring_record()
-        while (path := self._next()) is not None:
+        while lacking := self._lacking():
+            path = lacking[0]
             self.sending = path.name
-            self._begin(path.name)
             try:
-                self._there |= self.store.put_checkpoint(path, self._has_sent)
+                self._there |= self.store.put_checkpoint(path, self._sending(path.name))
             except FileNotFoundError:
                 if path.exists():
                     raise
@@ -239,8 +233,7 @@ class Uploads:
             shutil.copyfile(path, copy)
             if name == STARTS:
                 self._own.add(digest_of(copy))
-            self._begin(name)
-            self.store.put(copy, name, self._has_sent)
+            self.store.put(copy, name, self._sending(name))
             self._there[name], self._record[name] = copy.stat().st_size, stamp
         finally:
             copy.unlink(missing_ok=True)
@@ -265,19 +258,14 @@ class Uploads:
         kept = sorted({*of_store, *map(number_of, full)})[-self.keep :]
         return [*listed(folder, WEIGHTS)[::-1], *(path for path in full if number_of(path) in kept)]
 
-    def _wanted(self) -> set[str]:
-        found: set[str] = set()
+    def _lacking(self) -> list[Path]:
+        """Return the checkpoints that the store is to have, and has not."""
+        found = []
         for path in self._local():
             with contextlib.suppress(FileNotFoundError):
-                found |= names_of(path)
+                if files_of(path).keys() - (self._there or {}).keys():
+                    found.append(path)
         return found
-
-    def _next(self) -> Path | None:
-        for path in self._local():
-            with contextlib.suppress(FileNotFoundError):
-                if names_of(path) - self._there.keys():  # type: ignore[union-attr]  # bring has listed them
-                    return path
-        return None
 
     def _prune(self, newest: Path | None) -> None:
         """Remove full checkpoints beyond `keep`, those of the newest's batch with other bytes, and halves."""

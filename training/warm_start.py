@@ -16,23 +16,32 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from cli import ranks
 from cli.command_line import Problem
 from cli.errors import ConfigError
+from cli.log import log
+from config import flat
 from model import LatentDiffusion, weights_dtype
-from record.checkpoint_files import FULL, NAME, WEIGHTS, check_whole, fault, listed, outline, read
+from record.checkpoint_files import FULL, NAME, WEIGHTS, fault, listed, outline, read
+from training import adapter
+from training.sharding import is_sharded
 from weights import hub, hub_names, ldm, ldm_names
 from weights.files import Refused, open_weights, shown
-from weights.tensors import canonical_name, difference, on_meta, tensor_specs
-from zoo import load_family
+from weights.tensors import canonical_name, difference, fingerprint, on_meta, tensor_specs
+from zoo import load_family, mlperf
 from zoo.encoders import need_of_denoiser
 from zoo.model_config import ModelConfig
 from zoo.sampling import FLOW, OF_FLOW
 from zoo.spec import Family
+
+if TYPE_CHECKING:
+    from training.resume import RunState
+    from training.run_config import RunConfig
 
 KEYS = ("model.denoiser", "model.family", "model.preset", "model.variant", "objective.prediction")
 PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}
@@ -62,7 +71,7 @@ def problems(config: ModelConfig, prediction: str | None) -> list[Problem]:
         if own is None:
             texts = _published_problems(family, denoiser, prediction)
         else:
-            texts = _own_problems(family, own, _checked(own, outline(own)), prediction)
+            texts = _own_problems(family, own, outline(own), prediction)
     except ConfigError as error:
         texts = error.problems
     except Refused as error:
@@ -93,12 +102,59 @@ def load(model: LatentDiffusion, place: str, weights: Literal["ema", "training"]
         raise ConfigError(
             [f"model.denoiser: {own} is damaged: {wrong}. Bring back a copy, or give another checkpoint."]
         )
-    content = _checked(own, read(own))
+    content = read(own)
     tensors, progress = content["model"], content["progress"]
     with torch.no_grad():
         for name, tensor in model.denoiser.state_dict().items():
             tensor.copy_(tensors[PREFIX + canonical_name(name)])
     return [f"begins with {own} (batch {progress['batch']:,}, {progress['images']:,} images)"]
+
+
+def load_start(config: RunConfig, model: LatentDiffusion, run: RunState) -> str | None:
+    """Bring the denoiser to where training begins, and tell the user what is worth knowing about a run's weights.
+
+    A run that goes on has its weights in its checkpoint. Only one with an adapter needs its base again.
+
+    Returns:
+        the fingerprint of the weights that it begins with, None for random ones without an adapter.
+
+    Raises:
+        ConfigError: the adapter in the run's checkpoint has another base.
+    """
+    notes, start = [f"model.weights: {note}" for note in model.encoders.notes], None
+    saved = None if run.checkpoint is None else run.checkpoint[1]["identity"].get("denoiser_start")
+    if config.lora.is_given:
+        added, start = add_adapter(config, model)
+        notes += added
+        if run.checkpoint is not None and saved != start:
+            raise ConfigError([adapter.other_base(start, str(run.checkpoint[0]), saved)])
+    elif run.checkpoint is not None:
+        start = saved
+    elif config.model.denoiser is not None:
+        place = config.model.denoiser
+
+        def begun() -> tuple[list[str], str]:
+            return load(model, place), fingerprint(model.denoiser)
+
+        loaded, start = ranks.on_rank_zero(begun) if is_sharded(config) else begun()  # which alone has it then
+        notes += [f"model.denoiser: {note}" for note in loaded]
+    if benchmark := mlperf.benchmark_of(config.model.family, config.model.variant):
+        deviations = benchmark.deviations(flat(config), config.mlperf.ruleset)
+        notes += [f"model.variant: mlperf, but {text.rstrip('.')}." for text in deviations]
+    for note in notes:
+        log.info(note)
+    return start
+
+
+def add_adapter(config: RunConfig, model: LatentDiffusion) -> tuple[list[str], str]:
+    """Load the base and add the adapter of a resolved run; return notes for the user, and the base's fingerprint."""
+    assert config.precision is not None
+    notes = []
+    if config.model.denoiser is not None:
+        notes += [f"model.denoiser: {note}" for note in load(model, config.model.denoiser)]
+    base = fingerprint(model.denoiser)
+    adapter.add(model, config.lora, base=base, seed=config.seed, precision=config.precision)
+    return notes, base
 
 
 def _own_checkpoint(path: Path) -> Path | None:
@@ -115,11 +171,6 @@ def _own_checkpoint(path: Path) -> Path | None:
             raise ConfigError([f"{path} is a run without a checkpoint. Give one that has been saved, or a file."])
         return found[0]
     return path if path.exists() and NAME.fullmatch(path.name) else None
-
-
-def _checked(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    check_whole(content, path)
-    return content
 
 
 def _own_problems(family: Family, path: Path, content: Mapping[str, Any], prediction: str) -> list[str]:
@@ -157,8 +208,6 @@ def _published_problems(family: Family, path: Path, prediction: str) -> list[str
         found = ldm.problems(str(path), _placed(family, module, path)[0])
     except ValueError as error:
         found = [str(error)]
-    if any("its keys are schema, identity, progress" in text for text in found):
-        return [f"{path} is a run's checkpoint under another name. Give it the name back that it was written under."]
     stated, words = trained_on(path).get("prediction"), scheduler_config(path).get("prediction_type")
     if stated is None and words is not None:
         found.append(
@@ -213,16 +262,17 @@ def first_object(paths: Sequence[Path]) -> dict[str, Any]:
 
 def has_average(path: Path) -> bool:
     """True where a single file has EMA weights beside, or instead of, the training weights."""
-    try:
-        return any(name.startswith("model_ema.diffusion_model") for name in open_weights(path).entries)
-    except ValueError:
-        return False  # said where its weights are read
+    return _has(path, "model_ema.diffusion_model")
 
 
 def is_adapter(path: Path) -> bool:
     """True for a single file of LoRA, as diffusers (peft) and kohya's scripts name its tensors."""
+    return _has(path, ".lora_A.") or _has(path, ".lora_down.")
+
+
+def _has(path: Path, part: str) -> bool:
     try:
-        return any(".lora_A." in name or ".lora_down." in name for name in open_weights(path).entries)
+        return any(part in name for name in open_weights(path).entries)
     except ValueError:
         return False  # said where its weights are read
 
