@@ -83,6 +83,9 @@ def test_another_record_gives_another_picture(tmp_path, monkeypatch):
 # --- evaluation.plots as a command ---
 
 
+POSSIBLE = "Possible: SCORES.jsonl or RECORD.json, one OUT.png, target.fid=NUMBER, target.clip=NUMBER."
+
+
 def test_scores_at_several_guidances_are_drawn_over_guidance(tmp_path):
     row = {"model": "a", "images": 8, "fid": 9.0, "clip": 0.1, "num_images": 4, "partial": False, "weights": "ema"}
     needed = {"snapshot": None, "batch": 1, "seconds": 1.0, "clip_x100": 10.0}
@@ -95,8 +98,8 @@ def test_scores_at_several_guidances_are_drawn_over_guidance(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["OUT.png"], "command line: OUT.png. Possible: SCORES.jsonl or RECORD.json, one OUT.png, target=RUN.yaml."),
-        (["a.json"], "command line: a.json. Possible: SCORES.jsonl or RECORD.json, one OUT.png, target=RUN.yaml."),
+        (["OUT.png"], f"command line: OUT.png. {POSSIBLE}"),
+        (["a.json"], f"command line: a.json. {POSSIBLE}"),
         (["a.json", "OUT.png"], "a.json: has no scores. Give eval.jsonl of eval.py, or a record of bench.ladder."),
         (["b.json", "OUT.png"], "[Errno 2] No such file or directory: 'b.json'"),
         (["c.jsonl", "OUT.png"], "c.jsonl: has no scores. Give eval.jsonl of eval.py, or a record of bench.ladder."),
