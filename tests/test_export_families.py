@@ -17,7 +17,7 @@ from torch import nn
 import export
 from model import LatentDiffusion, build_model
 from training import warm_start
-from weights import ldm, ldm_names
+from weights import ldm_names
 from weights.t5_text import T5Tokenizer
 from weights.tensors import fingerprint
 from zoo import load_family, pipeline_folder
@@ -64,7 +64,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {name: saved(tiny(name), root / name, of[2]) for name, of in MODELS.items()}
 
 
-def networks_of(model: LatentDiffusion) -> dict[str, tuple[nn.Module, ldm.Network]]:
+def networks_of(model: LatentDiffusion) -> dict[str, tuple[nn.Module, ldm_names.Network]]:
     return dict(pipeline_folder.networks_of(model.family, model.denoiser, model.frozen))
 
 
@@ -216,12 +216,10 @@ def test_a_folder_of_another_model_is_refused_with_what_it_is(folders):
     at = folders["flux_schnell"]
     [of_config, of_names] = misfits("flux_dev", at)
     given = f"{at}/transformer/config.json has guidance_embeds False, this model's has True"
-    assert of_config == f"model.denoiser: {given}: {is_of_another}, or use model.variant=schnell."
+    assert of_config == f"model.denoiser: {given}: {is_of_another}."
     assert "4 missing (time_text_embed.guidance_embedder.linear_1.weight" in of_names
     [of_config, of_names] = misfits("flux_schnell", folders["flux_dev"])
-    assert of_config.endswith(
-        f"has guidance_embeds True, this model's has False: {is_of_another}, or use model.variant=dev."
-    )
+    assert of_config.endswith(f"has guidance_embeds True, this model's has False: {is_of_another}.")
     assert "4 left over (time_text_embed.guidance_embedder.linear_1" in of_names
     assert misfits("flux_schnell", folders["flux_mlperf"]) == []  # the same network
     text, of_scheduler = misfits("flux_dev", folders["sdxl"])

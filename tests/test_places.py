@@ -22,7 +22,7 @@ import eval as eval_command
 from evaluation.score_table import read_rows
 from training import places, warm_start
 from training.pictures import told_by
-from weights import ldm
+from weights import ldm_names
 from weights.hub import _listing
 from weights.ldm_names import forms
 from zoo import load_family
@@ -42,7 +42,7 @@ def unet(seed: int) -> nn.Module:
 
 
 def named(module: nn.Module, way: str) -> dict[str, torch.Tensor]:
-    return as_ldm({"denoiser": (module, forms(ldm.unet(module))[way])})
+    return as_ldm({"denoiser": (module, forms(ldm_names.unet(module))[way])})
 
 
 def scheduler(folder: Path, **stated: object) -> None:

@@ -171,7 +171,7 @@ class Flux(LatentFamily):
         return {
             "vae": ldm_names.vae,
             "text": ldm_names.clip_text,
-            "t5": ldm_names.t5_text,
+            "t5": ldm_names.t5_text_in("text_encoder_2"),
             "denoiser": ldm_names.flux_transformer,
         }
 
