@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from composer.utils import dist
@@ -14,34 +14,11 @@ from cli.ranks import Hearing
 from evaluation.meter import Pace
 from evaluation.prompts import Prompt
 from zoo.sampling import prompt_noise
-from zoo.spec import Family
+
+if TYPE_CHECKING:
+    from model import LatentDiffusion
 
 T = TypeVar("T")
-
-
-class Generator(Protocol):
-    """The interface of a model that draws, e.g. `model.LatentDiffusion`."""
-
-    family: Family
-    device: torch.device
-    encoders: Any
-    """Frozen, with `fingerprints`."""
-    in_step: bool
-    """All ranks have to call `generate` equally often."""
-
-    def parameters(self) -> Iterator[Tensor]: ...
-    def state_dict(self) -> Mapping[str, Tensor]: ...
-
-    def generate(
-        self,
-        text: Mapping[str, Tensor],
-        noise: Tensor,
-        *,
-        sampler: str,
-        steps: int,
-        guidance: float,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Tensor: ...
 
 
 class Heard(Exception):
@@ -49,7 +26,7 @@ class Heard(Exception):
 
 
 def generate(
-    model: Generator,
+    model: LatentDiffusion,
     chunk: Sequence[Prompt],
     batch_size: int,
     size: ImageSize,

@@ -33,8 +33,8 @@ from cli.log import log
 from cli.private_api import require_private_api
 from evaluation.clip_score import ClipPair, CLIPScore, load_clip, times_100
 from evaluation.fid import FeatureSums, Statistics, covariance_warning, frechet_distance, read_facts, reference_for
-from evaluation.inception import Extractor, Resize, load_inception
-from evaluation.numerics import Precision
+from evaluation.inception import Resize, load_inception
+from evaluation.numerics import Extractor, Precision, require_finite
 from evaluation.shapes import ShapesPair
 from weights.tensors import tensor_specs
 
@@ -108,7 +108,7 @@ class Meter:
             log.info(f"eval: {text}")
         if self.extractor is not None and self.extractor.resize == "bicubic256" and not self._says_resize:
             asked = (
-                "Give those of pictures that were brought to 256 pixels too (prepare.fid_statistics resize=bicubic256)"
+                "Give those of images that were resized to 256 pixels too (prepare.fid_statistics resize=bicubic256)"
             )
             log.info(f"eval.statistics: does not say its resize, and eval.resize=bicubic256. {asked}.")
         named = (("inception", self.extractor), ("clip", self.pair))
@@ -125,7 +125,7 @@ class Meter:
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         """Keep the networks on a device during an evaluation only: training needs the memory."""
-        parts = [part for part in (self.extractor, self.pair, self.features, self.cosines) if part is not None]
+        parts = [part for part in (self.extractor, self.pair, *self.metrics.values()) if part is not None]
         try:
             for part in parts:
                 part.to(device)
@@ -173,12 +173,7 @@ class Meter:
     def _measure(self, given: Given) -> None:
         images, numbers, captions, _ = given
         num = len(numbers)
-        finite = images[:num].flatten(1).isfinite().all(dim=1).tolist()
-        if not all(finite):
-            broken = [number for number, is_finite in zip(numbers, finite, strict=True) if not is_finite]
-            raise ValueError(
-                f"images: not finite for the prompts {_some(broken)}. Look at the weights and the precision."
-            )
+        require_finite(images[:num], "images", numbers)
         images = images.half() if self.in_half else images.float()
         if self.features is not None and self.extractor is not None:
             self.features.update(self.extractor(images)[:num], numbers)
@@ -190,13 +185,17 @@ class Meter:
         """True while the last added batch is not measured yet."""
         return self._given is not None
 
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The sums of what is measured: features, cosines, or both."""
+        both = {"features": self.features, "cosines": self.cosines}
+        return {name: metric for name, metric in both.items() if metric is not None}
+
     def sums(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's sums so far, copied to the CPU: metric -> state -> tensor."""
-        metrics = {"features": self.features, "cosines": self.cosines}
         return {
             name: {state: getattr(metric, state).detach().cpu().clone() for state in metric._reductions}
-            for name, metric in metrics.items()
-            if metric is not None
+            for name, metric in self.metrics.items()
         }
 
     def go_on_from(self, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -205,8 +204,7 @@ class Meter:
         if own != given:
             raise ValueError(f"sums: {given}, not {own}")
         for name, states in sums.items():
-            metric = {"features": self.features, "cosines": self.cosines}[name]
-            assert metric is not None
+            metric = self.metrics[name]
             for state, value in states.items():
                 getattr(metric, state).copy_(value)
             metric._update_count = 1  # else torchmetrics warns that nothing was measured
@@ -218,9 +216,8 @@ class Meter:
             ValueError: as in `add`, for the last batch.
         """
         self.measure_given()
-        for metric in (self.features, self.cosines):
-            if metric is not None:
-                _add_up(metric)
+        for metric in self.metrics.values():
+            _add_up(metric)
         found: list[dict[str, Any]] = [{"num_images": 0, "fid": None, "clip": None, "clip_x100": None}]
         if dist.get_global_rank() == 0:
             if self.features is not None and self.reference is not None:
@@ -261,8 +258,3 @@ def _add_up(metric: Metric) -> None:
     """Sum a metric's states over the ranks in place; torchmetrics itself would gather all states on every rank first."""
     for name in metric._reductions:
         dist.all_reduce(getattr(metric, name), reduce_operation="SUM")
-
-
-def _some(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - 5:,} more" if len(numbers) > 5 else ""
-    return ", ".join(map(str, numbers[:5])) + more

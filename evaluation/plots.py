@@ -23,8 +23,8 @@ from evaluation.score_table import Row, read_rows
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-APART = ("model", "model_id", "snapshot", "weights", "guidance", "sampler", "steps", "eval_image_size", "precision")
-APART += ("eval_precision", "resize")
+APART: tuple[str, ...] = ("model", "model_id", "snapshot", "weights", "guidance", "sampler", "steps", "eval_image_size")
+APART += ("precision", "eval_precision", "resize")
 """What has a line of its own in a picture; model_id tells two models of one name apart."""
 DPI = 120
 COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")

@@ -125,19 +125,17 @@ class Table:
         self.path = path
         self.rows: list[Row] = ranks.on_rank_zero(lambda: read_rows(path))
 
-    def get(self, what: Row, score: Callable[[], Row], written: Callable[[], None] = lambda: None) -> Row:
+    def get(self, what: Row, score: Callable[[], Row]) -> Row:
         """Return the row of what was scored before in the same way, or score it and keep it.
 
         Args:
             what: everything that the figures depend on.
-            written: is called when it is in the table, also where it was there before.
         """
         same = (row for row in self.rows if all(row.get(key) == value for key, value in what.items()))
         if (row := next(same, None)) is None:
             row = {**what, **score()}
             self.rows.append(row)
             ranks.on_rank_zero(lambda: add_row(self.path, row, what))
-        written()
         if dist.get_global_rank() == 0:
             print(result_line(_shown(row)), flush=True)
         return row

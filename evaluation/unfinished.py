@@ -49,24 +49,17 @@ class Parts:
         for left in self.folder.glob(f".{name}.*.tmp"):
             left.unlink(missing_ok=True)  # left by a killed writer
         for path in self.folder.glob(f"{name}-*.pt"):
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another command with the same evaluation has just replaced it
-                content: Mapping[str, Any] = {}
-                with contextlib.suppress(ConfigError):
-                    content = read(path) if is_whole(path) else {}
-                if content.get("of") == of:
-                    return path, dict(content)
-                set_aside(path)
+            content: Mapping[str, Any] = {}
+            with contextlib.suppress(ConfigError):
+                content = read(path) if is_whole(path) else {}
+            if content.get("of") == of:
+                return path, dict(content)
+            set_aside(path)
         return None
 
     def keep(self, of: str, rank: int, content: Mapping[str, Any]) -> None:
         """Write a rank's part and remove its previous one. Raises OSError: it cannot be written."""
         write(self.folder, stem(_kind(of), rank), {"schema": SCHEMA, "of": of, **content})
-
-    def of_others(self, of: str) -> list[Path]:
-        """Return the parts of other evaluations."""
-        return [path for path in self.folder.glob(f"{PART}*.pt") if not path.name.startswith(_kind(of))]
 
     def remove(self, of: str) -> None:
         """Remove the parts of an evaluation whose score is written; with `is_alone`, all other parts too."""
@@ -136,10 +129,6 @@ class Work:
         done, num = self._over_ranks()
         if done:
             log.info(f"eval: resumes: {done:,} of {num:,} images were scored by an earlier start.")
-        if self.rank == 0 and (others := parts.of_others(self.of)):
-            what = f"{len(others)} parts of other evaluations (weights, settings, prompts or ranks) are not used"
-            use = "they are removed with it" if parts.is_alone else "remove them if nobody will resume them"
-            log.info(f"eval: {parts.folder}: {what}; {use}.")
 
     def _over_ranks(self) -> tuple[int, int]:
         """Return the images done and the total, over all ranks."""

@@ -64,7 +64,7 @@ def test_the_last_batch_too_is_refused_with_its_prompts_and_leaves_nothing_for_t
     broken = images.clone()
     broken[1, 0, 0, 0] = torch.nan
     meter.reset()
-    with pytest.raises(ValueError, match="images: not finite for the prompts 8"), meter.on(torch.device("cpu")):
+    with pytest.raises(ValueError, match="1 of 4 images .prompts 8."), meter.on(torch.device("cpu")):
         meter.add(images, range(4), CAPTIONS)
         meter.add(broken, range(7, 11), CAPTIONS)
         meter.figures()
@@ -170,7 +170,7 @@ def test_statistics_that_do_not_say_their_resize_are_pointed_out_where_256_pixel
         at_256 = Meter(inception="random", statistics=str(file), resize="bicubic256", clip=None)
         at_256.say_what_is_short(30_000)
         text = (
-            "eval.statistics: does not say its resize, and eval.resize=bicubic256. Give those of pictures that were brought "
+            "eval.statistics: does not say its resize, and eval.resize=bicubic256. Give those of images that were resized "
             "to 256 pixels too (prepare.fid_statistics resize=bicubic256).\n"
         )
         assert (text in capsys.readouterr().err) is said

@@ -15,7 +15,6 @@ from cli import ranks
 from cli.log import log
 from cli.masking import printable
 from data import open_stages
-from evaluation.drawing import Generator
 from evaluation.scoring import CPU_BATCH_SIZE
 from model import LatentDiffusion
 from stages.dataset import Stage
@@ -98,7 +97,7 @@ def build_validation(
     )
 
 
-def build_samples(config: RunConfig, model: Generator, pause: Pause) -> AtPoints | None:
+def build_samples(config: RunConfig, model: LatentDiffusion, pause: Pause) -> AtPoints | None:
     """Build the callback that draws grids, or None. All ranks call it. Raises ValueError: the prompts cannot be read."""
     given, how, folder = config.samples, config.eval, pause.record.folder
     if given.every_images is None:

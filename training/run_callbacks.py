@@ -9,7 +9,7 @@ from typing import Any
 
 from composer import Callback
 
-from callbacks.evaluation import AtPoints, Evaluation
+from callbacks.evaluation import AtPoints
 from callbacks.gradient_norm import GradientNorm
 from callbacks.losses import AsyncLosses, Losses
 from callbacks.mlperf_log import MLPerfLog
@@ -164,7 +164,7 @@ def in_order(
     checkpointer: Checkpointer,
     validation: AtPoints | None,
     samples: AtPoints | None,
-    evaluation: Evaluation | None,
+    evaluation: AtPoints | None,
     target: QualityTarget,
     mlperf_log: MLPerfLog | None,
     stalled: StalledData,

@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,13 @@ from composer.utils import dist
 from PIL import Image
 from torch import Tensor
 
-from cli.files import read_regular
-from cli.limits import MAX_CAPTION, ImageSize, file_problem, limited
+from cli.limits import ImageSize, file_problem, limited
 from cli.log import log
 from cli.ranks import Hearing, Signalled
-from evaluation.drawing import Generator, Heard, as_bytes, chunks_of, gathered, generate
-from evaluation.prompts import Prompt, read_prompts
+from evaluation.drawing import Heard, as_bytes, chunks_of, gathered, generate
+from evaluation.prompts import Prompt, caption_problem, read_file, read_prompts
 from evaluation.scoring import EvalConfig, rounded_up
+from model import LatentDiffusion
 from reports.samples import captioned
 from zoo.sampling import shard
 
@@ -82,18 +81,11 @@ def read_captions(path: str) -> Sequence[Prompt]:
     """
     if path.endswith(".tsv"):
         return read_prompts(path).prompts
-    try:
-        lines = read_regular(Path(path).expanduser()).decode("utf-8-sig").splitlines()
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read: {error.strerror}. Give a file with a caption in each line."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start:,}). Give a caption in each line.") from error
+    lines = read_file(path, "Give a file with a caption in each line").decode("utf-8-sig").splitlines()
     found = [Prompt(number, number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    if wrong := next((prompt for prompt in found if "\0" in prompt.caption or len(prompt.caption) > MAX_CAPTION), None):
-        given = f"{path}: line {wrong.number:,} has a NUL character, or more than {MAX_CAPTION:,} characters"
-        raise ValueError(f"{given}. Take it out.")
+    for prompt in found:
+        if text := caption_problem(prompt.caption):
+            raise ValueError(f"{path}: line {prompt.number:,} has a caption {text}. Fix it, or remove that line.")
     if not found:
         raise ValueError(f"{path} has no caption. Give one in each line.")
     return found
@@ -102,10 +94,8 @@ def read_captions(path: str) -> Sequence[Prompt]:
 def shown(samples: Sequence[tuple[str, Tensor]]) -> np.ndarray:
     """Return one picture of captions and images, uint8 (H, W, 3), for loggers; the order is that of the grid."""
     tiles = [Image.fromarray(image.permute(1, 2, 0).numpy()) for _, image in samples]
-    columns = math.ceil(math.sqrt(len(tiles)))
-    return np.asarray(
-        captioned(tiles, [caption for caption, _ in samples], max(LEAST_TILE_PX, tiles[0].width), columns)
-    )
+    columns, tile_px = math.ceil(math.sqrt(len(tiles))), max(LEAST_TILE_PX, tiles[0].width)
+    return np.asarray(captioned(tiles, [caption for caption, _ in samples], tile_px, columns))
 
 
 class Sampler:
@@ -122,7 +112,7 @@ class Sampler:
 
     def __init__(
         self,
-        model: Generator,
+        model: LatentDiffusion,
         prompts: Sequence[Prompt],
         ways: dict[str, Any],
         *,
