@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import open_clip
 import torch
 from composer.utils import dist
 
@@ -86,7 +87,7 @@ def scorer_of(config: RunConfig) -> Scorer:
     with tempfile.TemporaryDirectory(prefix="evaluation-") as folder:
         scorer = Scorer(made_up(config, Path(folder)).eval, size=config.size, seed=config.seed)
     if config.model.preset == "full":
-        scorer.meter.pair = load_clip(RANDOM, CLIP)
+        scorer.meter.pair = load_clip(RANDOM, open_clip.get_model_config(CLIP))
         scorer.meter.pair.precision = config.eval.precision
         scorer.meter.facts |= {"clip_model": f"random-{CLIP}", "clip_fingerprint": scorer.meter.pair.fingerprint}
     return scorer
