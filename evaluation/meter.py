@@ -5,11 +5,6 @@
         for ...: meter.add(images, numbers, captions)
         figures = meter.figures()      # {"num_images": ..., "fid": ..., "clip": ..., "clip_x100": ...}
 
-On a GPU, a batch is measured while the next one is generated. The caller queues the next batch's generation and calls `add`,
-which measures the batch before on a separate stream. So work on CPU cores (PIL's resizing) and waits for results do not have
-to hold up the GPU (not measured: no GPU was at hand). No thread is used: the precision settings of measuring would affect
-the sampler too.
-
 Shapes: B batch, H W height and width in px.
 """
 
@@ -20,7 +15,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,17 +38,6 @@ QUEUE_SEC = 3.0  # covers the host's work between two batches
 require_private_api(
     Metric, "_reductions", "_update_count", why="the sums of an evaluation are kept, and added up over ranks"
 )
-
-
-class Given(NamedTuple):
-    """A batch that is not measured yet."""
-
-    images: Tensor
-    """(B, 3, H, W) float32 in [0, 1]."""
-    numbers: Sequence[int]
-    captions: Sequence[str]
-    generated: torch.cuda.Event | None
-    """None on a CPU: the images are ready."""
 
 
 class Meter:
@@ -99,7 +83,6 @@ class Meter:
             self.pair = load_clip(clip)
             self.pair.precision = precision
             self.facts |= {"clip_model": self.pair.name, "clip_fingerprint": self.pair.fingerprint}
-        self._aside: torch.cuda.Stream | None = None
         self.reset()
 
     def say_what_is_short(self, num_images: int) -> None:
@@ -117,7 +100,6 @@ class Meter:
 
     def reset(self) -> None:
         """Begin a new evaluation."""
-        self._given: Given | None = None
         own = {"sync_on_compute": False}  # `figures` adds up the sums once, and rank 0 alone computes
         self.features = None if self.extractor is None else FeatureSums(self.extractor.num_features, **own)
         self.cosines = None if self.pair is None else CLIPScore(in_half=self.in_half, **own)
@@ -129,49 +111,24 @@ class Meter:
         try:
             for part in parts:
                 part.to(device)
-            self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
             yield
         finally:
-            self._given = self._aside = None
             for part in parts:
                 part.to(torch.device("cpu"))
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
+    @torch.no_grad()
     def add(self, images: Tensor, numbers: Sequence[int], captions: Sequence[str]) -> None:
-        """Take a batch, and measure the one before it; `figures` measures the last.
+        """Measure a batch.
 
         Args:
-            images: (B, 3, H, W) float32 in [0, 1]; on a GPU their computation may still be queued.
+            images: (B, 3, H, W) float32 in [0, 1].
             numbers, captions: of the first images; the others are padding, so that every pass has the same shape.
 
         Raises:
-            ValueError: the batch before has non-finite values; names their prompts.
+            ValueError: non-finite values; names their prompts.
         """
-        given = Given(images, numbers, captions, None if self._aside is None else torch.cuda.Event())
-        if given.generated is not None:
-            given.generated.record()
-        self.measure_given()
-        self._given = given
-
-    @torch.no_grad()
-    def measure_given(self) -> None:
-        """Measure the waiting batch, if there is one. Raises ValueError: non-finite values; names their prompts."""
-        given, self._given = self._given, None
-        if given is None:
-            return
-        if given.generated is None or self._aside is None:
-            self._measure(given)
-            return
-        # The host waits for these images only. Work queued after them runs while they are measured.
-        given.generated.synchronize()
-        with torch.cuda.stream(self._aside):
-            given.images.record_stream(self._aside)
-            self._measure(given)
-        torch.cuda.current_stream(given.images.device).wait_stream(self._aside)
-
-    def _measure(self, given: Given) -> None:
-        images, numbers, captions, _ = given
         num = len(numbers)
         require_finite(images[:num], "images", numbers)
         images = images.half() if self.in_half else images.float()
@@ -179,11 +136,6 @@ class Meter:
             self.features.update(self.extractor(images)[:num], numbers)
         if self.cosines is not None and self.pair is not None:
             self.cosines.update(self.pair.encode_images(images)[:num], self.pair.encode_texts(captions), numbers)
-
-    @property
-    def is_waiting(self) -> bool:
-        """True while the last added batch is not measured yet."""
-        return self._given is not None
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -210,12 +162,7 @@ class Meter:
             metric._update_count = 1  # else torchmetrics warns that nothing was measured
 
     def figures(self) -> dict[str, Any]:
-        """Add up the ranks' sums and return the metrics, which rank 0 computes for all.
-
-        Raises:
-            ValueError: as in `add`, for the last batch.
-        """
-        self.measure_given()
+        """Add up the ranks' sums and return the metrics, which rank 0 computes for all."""
         for metric in self.metrics.values():
             _add_up(metric)
         found: list[dict[str, Any]] = [{"num_images": 0, "fid": None, "clip": None, "clip_x100": None}]

@@ -137,7 +137,7 @@ class Work:
         return sum(done), sum(num)
 
     def add(self, captions: Sequence[str], images: Tensor) -> None:
-        """Count a chunk that was given to the meter, and save a part when one is due.
+        """Count a chunk that was measured, and save a part when one is due.
 
         Args:
             images: uint8 (N, 3, H, W) on the CPU; the first `num_wanted` of the chunk.
@@ -153,12 +153,10 @@ class Work:
         return self.num_samples - len(self.samples)
 
     def _keep(self) -> None:
-        """Save the measured batches; the last one is left out if it still waits for the GPU."""
+        """Save the measured batches."""
         if self.parts is None:
             return
-        num_done = self.num_done - self.meter.is_waiting
-        samples = self.samples[: num_done * self.batch_size]
-        content = {"chunks": num_done, "seconds": self.seconds, "samples": samples, "sums": self.meter.sums()}
+        content = {"chunks": self.num_done, "seconds": self.seconds, "samples": self.samples, "sums": self.meter.sums()}
         try:
             self.parts.keep(self.of, self.rank, content)
         except (OSError, RuntimeError) as error:
@@ -168,7 +166,6 @@ class Work:
 
     def leave(self) -> None:
         """Save everything scored so far and log how much that is. All ranks call it."""
-        self.meter.measure_given()
         self._keep()
         done, num = self._over_ranks()
         where = "nothing of it is saved" if self.parts is None else f"saved in {self.parts.folder}"

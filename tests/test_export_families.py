@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from test_export import SHORT, exported, train
 from torch import nn
 
-import export
 from model import LatentDiffusion, build_model
 from training import warm_start
 from weights import ldm_names
@@ -186,13 +185,11 @@ def test_a_folder_is_read_back_as_encoders_and_as_initial_weights(name, folders)
 @pytest.mark.slow
 @pytest.mark.timeout(240, func_only=True)
 @pytest.mark.parametrize("name", ["sdxl", "flux_dev"])
-def test_a_run_is_exported_and_another_one_begins_with_it(name, tmp_path, monkeypatch):
+def test_a_run_is_exported_and_another_one_begins_with_it(name, tmp_path):
     of_others = {"sdxl": [], "flux_dev": ["eval.sampler=ddim"]}  # a run that is never sampled may say so of a flow
-    first, asked = train(tmp_path, "first", *CASES[name], *SHORT, "eval.when=off", *of_others[name]), []
-    monkeypatch.setattr(export, "no_room", lambda place, need_bytes: asked.append(need_bytes))
+    first = train(tmp_path, "first", *CASES[name], *SHORT, "eval.when=off", *of_others[name])
     out, file = exported(first, tmp_path / "out"), exported(first, tmp_path / "model.safetensors")
     assert json.loads((out / "scheduler/scheduler_config.json").read_text())["_class_name"].count("Euler") == 1
-    assert asked[1] <= file.stat().st_size < asked[1] + 2**18  # a header beside the tensors
     facts = json.loads((out / "export.json").read_text())
     assert facts["pipeline"] == {"sdxl": "StableDiffusionXLPipeline", "flux": "FluxPipeline"}[facts["family"]]
     second = train(tmp_path, "second", *CASES[name], *SHORT, f"model.denoiser={out}", f"model.weights={out}")
@@ -285,8 +282,6 @@ def test_fluxs_single_file_has_its_transformer_alone_as_diffusers_converter_read
     assert ("guidance_in.in_layer.weight" in tensors) == (name == "flux_dev")
     assert_equal(flux_converter(32)(dict(tensors)), model.denoiser)
 
-    written = pipeline_folder.in_single_file(networks_of(model))  # what an export asks the disk for
-    assert pipeline_folder.num_bytes(written, "fp32") == sum(tensor.nbytes for tensor in tensors.values())
     file = tmp_path / "flux1.safetensors"
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
     assert misfits(name, file) == []
