@@ -13,7 +13,6 @@ ranks check between two sampling steps. The same evaluation later resumes with t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import time
@@ -27,9 +26,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli.limits import MOST, ImageSize, Pixels, Scales, file_problem, limited
-from cli.ranks import Hearing, Signalled
+from cli.ranks import Signalled
 from evaluation import clip_score, inception
-from evaluation.drawing import Heard, as_bytes, chunks_of, gathered, generate
+from evaluation.drawing import as_bytes, drawn, gathered
 from evaluation.meter import Meter
 from evaluation.prompts import PromptSet, read_prompts
 from evaluation.unfinished import Parts, Work
@@ -317,32 +316,27 @@ class Scorer:
         self.meter.reset()
         with self.meter.on(model.device):
             self.work = work = self._begin(model, guidance, began)
-            mine = shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size())
-            prompts = [self.prompt_set.prompts[place] for place in mine]
-            chunks = list(chunks_of(prompts, batch_size))[work.num_done :]
-            hearing = Hearing(self.signal, len(chunks), in_step=model.in_step)
+            num_mine = len(shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size()))
+            of_images: Any = dict(size=self.size, seed=self.seed, ways=ways, signal=self.signal, num_done=work.num_done)
             bar = tqdm(
-                total=len(mine),
-                initial=min(work.num_done * batch_size, len(mine)),
+                total=num_mine,
+                initial=min(work.num_done * batch_size, num_mine),
                 desc="evaluation",
                 unit="image",
                 disable=not (self.show_progress and dist.get_global_rank() == 0),
             )
-            with bar, contextlib.suppress(Heard):
-                for chunk in hearing.pieces(chunks):
-                    drawn = chunk or self.prompt_set.prompts[:1]  # None: others in step are not through
-                    images = generate(model, drawn, batch_size, self.size, self.seed, ways, hearing)
-                    if chunk is None:
-                        continue
+            try:
+                for chunk, images in drawn(model, self.prompt_set.prompts, batch_size, **of_images):
                     captions = [prompt.caption for prompt in chunk]
                     self.meter.add(images, [prompt.number for prompt in chunk], captions)
                     wanted = min(work.num_wanted, len(chunk))
                     work.add(captions[:wanted], as_bytes(images[:wanted]) if wanted else images[:0])
-                    hearing.done()
                     bar.update(len(chunk))
-            if number := hearing.agreed():
+            except Signalled:
                 work.leave()
-                raise Signalled(number)
+                raise
+            finally:
+                bar.close()
             figures = self.meter.figures()
         self.samples = gathered(work.samples) if self.config.samples else []  # on rank 0 in the order of the prompts
         seconds = work.seconds

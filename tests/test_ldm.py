@@ -515,15 +515,7 @@ def test_a_text_encoder_of_another_depth_is_said_to_be_so(tmp_path):
     path = write(as_ldm({"text": (deeper, ldm_names.open_clip_text(deeper))}), tmp_path / "w.ckpt")
     (text,) = said(path, target)
     assert "12 left over (cond_stage_model.model.transformer.resblocks.3." in text
-    cause = "of which the last is not used: it is of another depth. " + END
-    assert text.endswith(f"; its text encoder has 4 blocks, where 3 are wanted, {cause}")
-
-    cut = as_ldm({"text": target["text"]})
-    assert ldm.problems(write(cut, tmp_path / "w.ckpt"), target) == []
-    cut["cond_stage_model.model.text_projection"] = torch.ones(16, 16)
-    assert said(write(cut, tmp_path / "w.ckpt"), target) == [
-        f"text: {path} does not fit: its text encoder has 2 blocks and a projection, where 3 are wanted, {cause}"
-    ]
+    assert ldm.problems(write(as_ldm({"text": target["text"]}), tmp_path / "w.ckpt"), target) == []
 
 
 def test_without_the_prefix_the_groups_are_listed(tmp_path):

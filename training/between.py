@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from stages.stream import BatchStream
 from training.checkpoints import Checkpointer
 from training.eval_callbacks import Pause
 from training.run_config import RunConfig
-from training.samples import Sampler, read_captions, shown
+from training.samples import draw_samples, read_captions, shown
 from training.validation import MAX_CHUNK, Validator, check_apart, check_samples
 from zoo.spec import Family, as_size
 
@@ -103,10 +104,11 @@ def build_samples(config: RunConfig, model: LatentDiffusion, pause: Pause) -> At
     if given.every_images is None:
         return None
     assert isinstance(config.device_train_microbatch_size, int)
-    sampler = Sampler(
+    draw = functools.partial(
+        draw_samples,
         model,
         read_captions(given.prompts or how.prompts or "")[: how.samples],
-        dict(sampler=how.sampler, steps=how.steps, guidance=how.guidances()[0]),
+        ways=dict(sampler=how.sampler, steps=how.steps, guidance=how.guidances()[0]),
         size=config.size if how.image_size is None else (*as_size(how.image_size), *config.size[2:]),
         seed=config.seed,
         batch_size=how.batch_size or min(CPU_BATCH_SIZE, config.device_train_microbatch_size),
@@ -122,9 +124,7 @@ def build_samples(config: RunConfig, model: LatentDiffusion, pause: Pause) -> At
     def is_done(batch: int) -> bool:
         return is_drawn and batch == begun_at  # later ones may be of batches that the last start has lost
 
-    return pause.at_points(
-        "samples", sampler.draw, keep, every_images=given.every_images, from_start=True, is_done=is_done
-    )
+    return pause.at_points("samples", draw, keep, every_images=given.every_images, from_start=True, is_done=is_done)
 
 
 def catch_up(trainer: Trainer, checkpointer: Checkpointer, *points: AtPoints[Any] | None) -> None:

@@ -6,26 +6,23 @@ and `weights` hold for both, and a prompt's noise comes from the run's seed and 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from composer.utils import dist
 from PIL import Image
 from torch import Tensor
 
-from cli.limits import ImageSize, file_problem, limited
+from cli.limits import file_problem, limited
 from cli.log import log
-from cli.ranks import Hearing, Signalled
-from evaluation.drawing import Heard, as_bytes, chunks_of, gathered, generate
+from cli.ranks import Signalled
+from evaluation.drawing import as_bytes, drawn, gathered
 from evaluation.prompts import Prompt, caption_problem, read_file, read_prompts
 from evaluation.scoring import EvalConfig, rounded_up
 from model import LatentDiffusion
 from reports.samples import captioned
-from zoo.sampling import shard
 
 LEAST_TILE_PX = 128  # a caption is written under each image
 
@@ -98,47 +95,26 @@ def shown(samples: Sequence[tuple[str, Tensor]]) -> np.ndarray:
     return np.asarray(captioned(tiles, [caption for caption, _ in samples], tile_px, columns))
 
 
-class Sampler:
-    """Draws the images of a grid on all ranks.
+def draw_samples(
+    model: LatentDiffusion, prompts: Sequence[Prompt], *, signal: Callable[[], int], **how: Any
+) -> list[tuple[str, Tensor]]:
+    """Draw the images of a grid on all ranks.
 
     Args:
         prompts: one image each.
-        ways: sampler, steps and guidance.
-        size: of the images, px.
-        seed: of the prompts' noise.
-        batch_size: images of a pass.
-        signal: returns the signal that this rank has received, 0: none.
+        signal, how: as of `evaluation.drawing.drawn`.
+
+    Returns:
+        Captions and images, (3, H, W) uint8, in the order of the prompts.
+
+    Raises:
+        Signalled: a rank has received a signal.
     """
-
-    def __init__(
-        self,
-        model: LatentDiffusion,
-        prompts: Sequence[Prompt],
-        ways: dict[str, Any],
-        *,
-        size: ImageSize,
-        seed: int,
-        batch_size: int,
-        signal: Callable[[], int],
-    ):
-        self.model, self.prompts, self.ways, self.signal = model, prompts, ways, signal
-        self.size, self.seed, self.batch_size = size, seed, batch_size
-
-    def draw(self) -> list[tuple[str, Tensor]]:
-        """Return captions and images, (3, H, W) uint8, in the order of the prompts. Raises Signalled: a rank has had one."""
-        places = shard(len(self.prompts), dist.get_global_rank(), dist.get_world_size())
-        chunks = list(chunks_of([self.prompts[place] for place in places], self.batch_size))
-        hearing = Hearing(self.signal, len(chunks), in_step=self.model.in_step)
-        mine: list[tuple[str, Tensor]] = []
-        with contextlib.suppress(Heard):
-            for piece in hearing.pieces(chunks):
-                chunk = piece or self.prompts[:1]  # None: others in step are not through
-                images = generate(self.model, chunk, self.batch_size, self.size, self.seed, self.ways, hearing)
-                if piece is None:
-                    continue
-                mine += zip([prompt.caption for prompt in chunk], as_bytes(images), strict=False)
-                hearing.done()
-        if number := hearing.agreed():
-            log.info("samples: stopped by a signal; the next start draws them anew.")
-            raise Signalled(number)
-        return gathered(mine)
+    mine: list[tuple[str, Tensor]] = []
+    try:
+        for chunk, images in drawn(model, prompts, signal=signal, **how):
+            mine += zip([prompt.caption for prompt in chunk], as_bytes(images), strict=False)
+    except Signalled:
+        log.info("samples: stopped by a signal; the next start draws them anew.")
+        raise
+    return gathered(mine)

@@ -89,7 +89,7 @@ def _examine_folder(root: Path, networks: Networks) -> tuple[dict[str, _Place], 
         places[label] = _Place(weights, sources)
         unused = network.unused if network.only_folders else POSITION_IDS  # else it is of a single file's names
         left_over = [n for n in weights.entries if not (POSITION_IDS.fullmatch(n) or unused.fullmatch(n))]
-        found += _misfits(label, module, places[label], left_over, None)
+        found += _misfits(label, module, places[label], left_over)
     return places, found
 
 
@@ -124,11 +124,11 @@ def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], li
         places[label] = _Place(weights, sources)
         left_over = [name for rest, name in rests.items() if not network.unused.match(rest)]
         found += _facts_beside(label, path, network)
-        found += _misfits(label, module, places[label], left_over, network.contradiction(rests.keys()))
+        found += _misfits(label, module, places[label], left_over)
     return places, found
 
 
-def _misfits(label: str, module: nn.Module, place: _Place, left_over: Iterable[str], cause: str | None) -> list[str]:
+def _misfits(label: str, module: nn.Module, place: _Place, left_over: Iterable[str]) -> list[str]:
     """Compare names and shapes; return one message at most. `left_over`: names in the file that have to be used."""
     entries, own = place.weights.entries, module.state_dict()
     wanted = {source.name: tuple(source.shape_in_file(own[ours].shape)) for ours, source in place.sources.items()}
@@ -148,7 +148,6 @@ def _misfits(label: str, module: nn.Module, place: _Place, left_over: Iterable[s
         ),
     )
     said = [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds if names]
-    said += [cause] if cause else []
     if not said:
         return []
     width = " These are weights of another width." if len(shapes) > len(there) / 2 else ""

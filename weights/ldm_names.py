@@ -91,7 +91,6 @@ class Network:
     unused: names after the prefix that an LDM file may have and this network does not need; with only_folders, whole names
         in its folder.
     facts: key of the folder's config.json -> our module's value, for settings that no tensor's shape shows.
-    contradiction: the names after the prefix -> why they belong to another model even if none is missing, or None.
     only_folders: an LDM file is not read for it, or does not tell it from another network with the same shapes.
     alone: a single file has this network and no other one.
     """
@@ -102,7 +101,6 @@ class Network:
     prefix: str = ""
     source: Callable[[str], Source] = Source
     unused: re.Pattern[str] = NOTHING
-    contradiction: Callable[[Collection[str]], str | None] = lambda names: None
     only_folders: bool = False
     alone: bool = False
 
@@ -225,21 +223,9 @@ def _open_clip_source(name: str) -> Source:
 def open_clip_text(module: nn.Module) -> Network:
     """Return the place of a CLIPTextModel that has all blocks but the last of an OpenCLIP text tower, as SD 2 uses it.
 
-    The file may have that last block and its `text_projection`. Files made from a diffusers folder have neither. A
-    projection without that block belongs to another model: its tower ends where our module does, and SD 2 would use one
-    block less. A tower with two blocks more is another model, too.
+    The file may have that last block and its `text_projection`. Files made from a diffusers folder have neither.
     """
     layers = module.config.num_hidden_layers
-
-    def contradiction(names: Collection[str]) -> str | None:
-        blocks = {int(m[1]) for name in names if (m := re.match(r"transformer\.resblocks\.(\d+)\.", name))}
-        depth = max(blocks, default=-1) + 1
-        if depth == layers + 1 or (depth == layers and "text_projection" not in names):
-            return None
-        has = f"{depth} blocks{' and a projection' if 'text_projection' in names else ''}"
-        wanted = f"{layers + 1} are wanted, of which the last is not used"
-        return f"its text encoder has {has}, where {wanted}: it is of another depth"
-
     return Network(
         folder="text_encoder",
         stems=TRANSFORMERS,
@@ -247,7 +233,6 @@ def open_clip_text(module: nn.Module) -> Network:
         source=_open_clip_source,
         unused=re.compile(rf"transformer\.resblocks\.{layers}\.|(text_projection|logit_scale|attn_mask)$"),
         facts=_facts(module, TEXT_FACTS),
-        contradiction=contradiction,
     )
 
 
@@ -321,20 +306,10 @@ def _facts(module: Any, keys: Iterable[str], kind: str | None = None) -> dict[st
 
 def flux_transformer(module: nn.Module) -> Network:
     """Return the place of FLUX's transformer. A file's matrices of q, k and v are one, in single blocks with the MLP's."""
-    embeds_guidance = module.config.guidance_embeds
-
-    def contradiction(names: Collection[str]) -> str | None:
-        given = any(name.startswith(("guidance_in", "time_text_embed.guidance_embedder.")) for name in names)
-        if given == embeds_guidance:
-            return None
-        has, variant = ("an", "dev") if given else ("no", "schnell")
-        return f"it has {has} embedding of guidance, as {variant} has: use model.variant={variant}"
-
     return Network(
         folder="transformer",
         facts=_facts(module, FLUX_FACTS, "FluxTransformer2DModel"),
         source=_flux_source,
-        contradiction=contradiction,
         alone=True,
     )
 
