@@ -127,19 +127,6 @@ def _draw(panels: Sequence[Any], path: Path, title: str) -> None:
         figure.savefig(path, dpi=DPI, metadata={"Software": None})  # the same bytes from the same rows
 
 
-def rows_of(path: Path) -> list[Row]:
-    """Return the scores of a table, or of a record with evaluations. Raises ValueError: there are none."""
-    rows: list[Row] = []
-    if path.suffix != ".json":
-        rows = read_rows(path)
-    elif isinstance(record := read_json(path), dict):
-        about = {"model": record.get("rung"), "partial": False}
-        rows = [about | evaluation for evaluation in record.get("evaluations", [])]
-    if not rows:
-        raise ValueError(f"{path}: has no scores. Give eval.jsonl of eval.py, or a record of bench.ladder.")
-    return rows
-
-
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
@@ -148,14 +135,20 @@ def main(argv: Sequence[str]) -> int:
     if not sources or out.suffix != ".png" or not {*targets} <= {"target.fid", "target.clip"}:
         ways = "SCORES.jsonl or RECORD.json, one OUT.png, target.fid=NUMBER, target.clip=NUMBER"
         raise Refused(f"command line: {' '.join(argv)}. Possible: {ways}.")
+    rows: list[Row] = []
     try:
-        rows = [row for source in sources for row in rows_of(source)]
+        for source in sources:
+            record = {"evaluations": read_rows(source)} if source.suffix == ".jsonl" else read_json(source)
+            rows += [{"model": record.get("rung"), "partial": False, **row} for row in record["evaluations"]]
+        if not rows:
+            raise ValueError("it has no scores")
         if len({row["guidance"] for row in rows}) > 1:
             draw_guidance(rows, out)
         else:
             draw_over_images(rows, out, {key.removeprefix("target."): float(value) for key, value in targets.items()})
-    except (OSError, ValueError) as error:
-        raise Refused(str(error)) from error
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        given = f"{source}: cannot be drawn ({type(error).__name__}: {error})"
+        raise Refused(f"{given}. Give eval.jsonl of eval.py, or a record of bench.ladder.") from error
     print(f"written: {out}")
     return 0
 

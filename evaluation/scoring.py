@@ -94,7 +94,29 @@ class EvalConfig:
             now: this run evaluates, so its files have to exist.
             images_alone: the images exist already, so FID needs no prompts.
         """
-        return self._file_problems(images_alone) if now else []
+        if not now:
+            return []
+        found = []
+        if self.prompts is None and not (images_alone and self.clip is None):
+            found.append(("eval.prompts", "not given. Give a tab-separated file with image_id, id and caption."))
+        if (self.statistics is None) != (self.inception is None):
+            given, missing = ("statistics", "inception") if self.inception is None else ("inception", "statistics")
+            both = f"not given, but eval.{given} is. FID needs both; leave out both for none."
+            found.append((f"eval.{missing}", both))
+        if self.statistics is None and self.inception is None and self.clip is None:
+            ways = "Give eval.inception and eval.statistics, eval.clip, or all three"
+            found.append(("eval.inception", f"nothing to score with. {ways}."))
+        for key in ("prompts", "statistics", "inception", "clip"):
+            path = getattr(self, key)
+            if path in (None, "random"):
+                continue
+            try:
+                path = hub.checked(path, NEEDS[key]) if key in NEEDS else path
+                text = None if path is None else file_problem(str(path))
+            except ValueError as error:
+                text = str(error)
+            found += [(f"eval.{key}", text)] if text else []
+        return found
 
     def resolved(self, global_batch_size: int, *, prediction: str, has_ema: bool) -> EvalConfig:
         """Replace null by its value; every_images becomes whole batches.
@@ -123,29 +145,6 @@ class EvalConfig:
         """Return the guidance scales."""
         given = self.guidance if isinstance(self.guidance, list | tuple) else [self.guidance]
         return [float(value) for value in given]
-
-    def _file_problems(self, images_alone: bool) -> list[tuple[str, str]]:
-        found = []
-        if self.prompts is None and not (images_alone and self.clip is None):
-            found.append(("eval.prompts", "not given. Give a tab-separated file with image_id, id and caption."))
-        if (self.statistics is None) != (self.inception is None):
-            given, missing = ("statistics", "inception") if self.inception is None else ("inception", "statistics")
-            both = f"not given, but eval.{given} is. FID needs both; leave out both for none."
-            found.append((f"eval.{missing}", both))
-        if self.statistics is None and self.inception is None and self.clip is None:
-            ways = "Give eval.inception and eval.statistics, eval.clip, or all three"
-            found.append(("eval.inception", f"nothing to score with. {ways}."))
-        for key in ("prompts", "statistics", "inception", "clip"):
-            path = getattr(self, key)
-            if path in (None, "random"):
-                continue
-            try:
-                path = hub.checked(path, NEEDS[key]) if key in NEEDS else path
-                text = None if path is None else file_problem(str(path))
-            except ValueError as error:
-                text = str(error)
-            found += [(f"eval.{key}", text)] if text else []
-        return found
 
 
 @dataclass(frozen=True)
