@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
             draw_guidance(rows, out)
         else:
             draw_over_images(rows, out, {key.removeprefix("target."): float(value) for key, value in targets.items()})
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         given = f"{source}: cannot be drawn ({type(error).__name__}: {error})"
         raise Refused(f"{given}. Give eval.jsonl of eval.py, or a record of bench.ladder.") from error
     print(f"written: {out}")

@@ -88,7 +88,7 @@ def test_another_record_gives_another_picture(tmp_path, monkeypatch):
         (["OUT.png"], "command line: OUT.png. Possible: SCORES.jsonl or RECORD.json, one OUT.png, "),
         (["a.json", "OUT.png"], "a.json: cannot be drawn (KeyError: 'evaluations'). "),
         (["b.json", "OUT.png"], "b.json: cannot be drawn (FileNotFoundError: "),
-        (["d.json", "OUT.png"], "d.json: cannot be drawn (AttributeError: "),
+        (["d.json", "OUT.png"], "d.json: cannot be drawn (TypeError: "),
         (["c.jsonl", "OUT.png"], "c.jsonl: cannot be drawn (ValueError: it has no scores). "),
     ],
 )
