@@ -373,7 +373,7 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m reports.samples reports/results/shapes_moving_samples.png reports/results/shapes_moving_samples.txt docs/pictures/moving_four.png \
 	  tile_px=526 columns=2 most=4
 	$(PY) -m evaluation.plots reports/results/shapes/seed17.json reports/results/shapes/seed18.json reports/results/shapes/seed19.json \
-	  docs/pictures/scores.png target=yamls/shapes.yaml
+	  docs/pictures/scores.png target.fid=45 target.clip=0.895
 	$(PY) -m evaluation.plots reports/results/shapes/guidance/eval.jsonl reports/results/shapes/guidance/guidance.png
 	$(PY) -m reports.latency reports/results/latency_cpu.json docs/speed.md
 	$(PY) -m reports.tables reports/results/step.json docs/speed.md

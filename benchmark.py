@@ -74,7 +74,7 @@ from training.checkpoint_content import Progress, restore
 from training.checkpoints import Checkpointer, Stopped
 from training.cost import Cost
 from training.destinations import Destination
-from training.device import CopyStream, build_device, composer_precision
+from training.device import build_device, composer_precision
 from training.endings import page_if_it_fails, what_is_left, write_page
 from training.eval_callbacks import (
     Pause,

@@ -33,7 +33,6 @@ if __name__ == "__main__":
 
 import contextlib
 import dataclasses
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -214,9 +213,6 @@ def draw(rows: Sequence[Row], folder: Path, config: EvalCommand) -> None:
     on_curve = [row for row in rows if all(row.get(key) is not None for key in ("guidance", "fid", "clip"))]
     if len({row["guidance"] for row in on_curve}) > 1:
         plots.draw_guidance(on_curve, folder / "guidance.png")
-        if left_out := dict.fromkeys(str(row["model"]) for row in rows if row not in on_curve):
-            what = f"without {', '.join(left_out)}, where guidance or fid or clip is missing"
-            log.info(f"eval: {folder / 'guidance.png'} is drawn {what}. The table has all.")
     images = [row.get("images") for row in rows]
     is_compared = None in images and len({row.get("guidance") for row in rows} - {None}) < 2
     if len(set(images) - {None}) + is_compared > 1:
@@ -232,16 +228,13 @@ def main(argv: Sequence[str]) -> int:
         torch.cuda.set_device(dist.get_local_rank())
     try:
         if command.print_config:
-            shown = "What a run is scored with is in its config.yaml and later.yaml"
-            raise ConfigError([f"eval.py: --print_config is benchmark.py's. {shown}."])
+            raise ConfigError(["eval.py: --print_config is benchmark.py's. A run's is in config.yaml and later.yaml."])
         if not command.places:
             ways = f"Possible: {places.POSSIBLE}"
             raise ConfigError([p.text for p in command.problems] or [f"eval.py: nothing to score. {ways}."])
         evaluate(command)
     except ValueError as error:
         ranks.abort_all_ranks(str(error), code=2)
-        if debug:
-            traceback.print_exc()
         log.error(error, extra=EVERY_RANK)
         return 2
     except ranks.Signalled as stop:

@@ -24,10 +24,10 @@ if __name__ == "__main__":  # the imports below take seconds, and an interrupt i
 
     interrupts.told("export.py: interrupted. Nothing of a new export is left. The same command begins anew.")
 
+import contextlib
 import dataclasses
 import json
 import re
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,9 +150,8 @@ def chosen(run: Path, wanted: str) -> Path:
     found = re.fullmatch(r"(im|ba)0*(\d+)", wanted)
     path = there.get(f"{found[1]}{found[2]}") if found else None
     if path is None:
-        raise ConfigError(
-            [f"snapshot: {run} has no '{masking.printable(wanted)[:80]}'. It has: last, {', '.join(there)}."]
-        )
+        given = f"snapshot: {run} has no '{masking.printable(wanted)[:80]}'"
+        raise ConfigError([f"{given}. It has: last, {', '.join(there)}."])
     return path
 
 
@@ -259,43 +258,23 @@ def caption_of(run: Path) -> str:
 
 def taken(out: Path, run: Path) -> str | None:
     """Say what is in the way there, or None: nothing is, or an earlier export of the same run."""
-    text = _unlike(out, _identity(run))
-    return f"{out} exists and {text}. Give another name, or remove it." if text else None
-
-
-def no_room(out: Path, need_bytes: int) -> str | None:
-    """Say that an export does not fit the disk, or None."""
-    there = out.absolute().parent
-    while not there.exists():
-        there = there.parent
-    try:
-        free = shutil.disk_usage(there).free
-    except OSError as error:
-        return f"{out} cannot be written: {there}: {error.strerror}. Give another place."
-    if need_bytes > free:
-        given = f"{out} takes {need_bytes / 2**30:.3g} GiB, {there} has {free / 2**30:.3g} free"
-        return f"{given}. Make room, or give another place."
-    return None
+    if not out.exists() or (out.is_dir() and not any(out.iterdir()) and not is_ldm(out)):
+        return None
+    text, identity = "is no export", _identity(run)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        earlier = _facts_in_file(out) if is_ldm(out) else json.loads(read_regular(out / FACTS))
+        strangers = [] if is_ldm(out) else sorted(_files(out) - {*earlier["files"], FACTS})
+        if {key: earlier[key] for key in identity} != identity:
+            text = f"is an export of another run, {masking.printable(str(earlier['run_name']))[:80]}"
+        elif strangers:
+            text = f"has files that no export has: {', '.join(map(masking.printable, strangers[:3]))}"
+        else:
+            return None
+    return f"{out} exists and {text}. Give another name, or remove it."
 
 
 def _identity(run: Path) -> dict[str, Any]:
     return {"run_name": run.resolve().name, "run_id": run_id_of(run)}
-
-
-def _unlike(out: Path, identity: dict[str, Any]) -> str | None:
-    if not out.exists() or (out.is_dir() and not any(out.iterdir()) and not is_ldm(out)):
-        return None
-    if out.is_dir() == is_ldm(out):
-        return "is a folder, but its name is an LDM file's" if is_ldm(out) else "is a file"
-    try:
-        earlier = _facts_in_file(out) if is_ldm(out) else json.loads(read_regular(out / FACTS))
-        names = {key: earlier[key] for key in identity}
-        strangers = [] if is_ldm(out) else sorted(_files(out) - {*earlier["files"], FACTS})
-    except (OSError, ValueError, KeyError, TypeError):
-        return "is no export"
-    if names != identity:
-        return f"is an export of another run, {masking.printable(str(names['run_name']))[:80]}"
-    return f"has files that no export has: {', '.join(map(masking.printable, strangers[:3]))}" if strangers else None
 
 
 def _facts_in_file(path: Path) -> dict[str, Any]:
@@ -345,9 +324,6 @@ def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     if alone is not None:
         stored = {name: pipeline_folder.in_type(name, tensor, config.dtype) for name, tensor in alone.items()}
         return _done(out, facts, write_file(out, stored, facts), began)
-    written = pipeline_folder.in_single_file(networks) if is_ldm(out) else networks
-    if problem := no_room(out, pipeline_folder.num_bytes(written, config.dtype)):
-        raise ConfigError([problem])
     if is_ldm(out):
         size = write_file(out, pipeline_folder.single_file_tensors(networks, config.dtype), facts)
     else:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import open_clip
 import torch
 from composer.utils import dist
 
@@ -82,7 +83,7 @@ def scorer_of(config: RunConfig) -> Scorer:
         made_up = dataclasses.replace(config.eval, num_prompts=num, **files)
         scorer = Scorer(made_up, size=config.size, seed=config.seed)
     if config.model.preset == "full":
-        scorer.meter.pair = load_clip(RANDOM, CLIP)
+        scorer.meter.pair = load_clip(RANDOM, open_clip.get_model_config(CLIP))
         scorer.meter.pair.precision = config.eval.precision
         scorer.meter.facts |= {"clip_model": f"random-{CLIP}", "clip_fingerprint": scorer.meter.pair.fingerprint}
     return scorer

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from composer import Callback, Logger, State
@@ -98,34 +98,3 @@ class AtPoints(Callback, Generic[Found]):
             "weights": "ema" if average is not None and average.weights else "training",
         }
         self.keep(where, found, logger)
-
-
-class Evaluation(AtPoints[Line]):
-    """Scores the model at each evaluation point and passes the line to the record.
-
-    Args:
-        score: returns the model's metrics and settings; called on all ranks.
-        earlier: evaluations of this run so far.
-        keep: called with each new evaluation.
-        how: as of AtPoints.
-    """
-
-    def __init__(
-        self,
-        score: Callable[[], Line],
-        *,
-        earlier: Callable[[], Sequence[Line]],
-        keep: Callable[[Line, Logger], None],
-        **how: Any,
-    ):
-        def is_done(batch: int) -> bool:
-            return any(line["batch"] == batch for line in earlier())
-
-        def as_line(where: Line, score: Line, logger: Logger) -> None:
-            evaluations_sec = score["eval_sec"] + sum(line["eval_sec"] for line in earlier())
-            seconds_with_eval = where["seconds"] + evaluations_sec
-            # As configured: the EMA may begin later.
-            eval_weights = "training" if self.average is None else "ema"
-            keep({**where, "seconds_with_eval": seconds_with_eval, "eval_weights": eval_weights, **score}, logger)
-
-        super().__init__(score, as_line, is_done=is_done, **how)

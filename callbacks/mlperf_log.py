@@ -99,7 +99,7 @@ class MLPerfConfig:
 
 
 class MLPerfLog(Callback):
-    """Writes the log of a run during training. It has to come after the callback `Evaluation`.
+    """Writes the log of a run during training. It has to come after the callback of evaluation.
 
     Args:
         folder: of the run.

@@ -28,15 +28,13 @@ GAP_PX = 2
 
 def grid_of(images: Sequence[Tensor]) -> Tensor:
     """# n x (3, H, W) uint8 -> (3, rows (H + gap) - gap, columns (W + gap) - gap) uint8, about square, gaps white."""
+    from torchvision.utils import make_grid
+
+    if len(images) == 1:
+        return images[0]
     columns = math.ceil(math.sqrt(len(images)))
-    rows = math.ceil(len(images) / columns)
-    _, height, width = images[0].shape
-    across, down = width + GAP_PX, height + GAP_PX
-    grid = torch.full((3, rows * down - GAP_PX, columns * across - GAP_PX), 255, dtype=torch.uint8)
-    for place, image in enumerate(images):
-        top, left = place // columns * down, place % columns * across
-        grid[:, top : top + height, left : left + width] = image
-    return grid
+    grid = make_grid(list(images), nrow=columns, padding=GAP_PX, pad_value=255)  # with a border, which is cut off
+    return grid[:, GAP_PX:-GAP_PX, GAP_PX:-GAP_PX]
 
 
 def path_of(folder: Path, num_images: int) -> Path:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from cli.files import read_regular
 from evaluation import shapes
-from evaluation.numerics import Float64Sums, Precision, computing, require_finite
+from evaluation.numerics import Float64Sums, ScoringNetwork, require_finite
 from weights.files import WeightsFile, open_weights
 from weights.hub import Need
 from weights.hub_names import place
@@ -108,31 +108,13 @@ def times_100(score: float | Tensor) -> float:
 # --- the pair ---
 
 
-class ClipPair:
-    """OpenCLIP's image and text tower; made by `load_clip`.
+class ClipPair(ScoringNetwork):
+    """OpenCLIP's image and text tower; made by `load_clip`. Its name is open_clip's, of the architecture."""
 
-    Attributes:
-        name: open_clip's name of the architecture; contains `random` if the weights are random.
-        fingerprint: SHA-256 of the file; for random weights, a digest of the weights.
-        num_features: E.
-        precision: of the towers; initially fp32.
-    """
-
-    precision: Precision
-
-    def __init__(
-        self, network: nn.Module, transform: Callable[[Any], Tensor], name: str, fingerprint: str, num_features: int
-    ):
-        self.network: Any = network.eval().requires_grad_(False)
-        self.transform, self.name, self.fingerprint = transform, name, fingerprint
-        self.num_features = num_features
-        self.device, self.precision = torch.device("cpu"), "fp32"
+    def __init__(self, built: tuple[nn.Module, Callable[[Any], Tensor], int], name: str, fingerprint: str):
+        network, self.transform, num_features = built
+        super().__init__(network, name, fingerprint, num_features)
         self._texts: dict[str, Tensor] = {}
-
-    def to(self, device: torch.device | str) -> ClipPair:
-        self.device = torch.device(device)
-        self.network.to(self.device)
-        return self
 
     def preprocess(self, images: Tensor) -> Tensor:  # [0, 1] (B, 3, H, W) -> (B, 3, 224, 224), on the CPU
         """Convert images to 8 bits and apply open_clip's own validation transform to each, in threads.
@@ -149,7 +131,7 @@ class ClipPair:
     def encode_images(self, images: Tensor) -> Tensor:
         """Return features of length 1, (B, E) float32; `images`: (B, 3, H, W) in [0, 1]."""
         assert images.ndim == 4 and images.shape[1] == 3, f"{tuple(images.shape)} is not (B, 3, H, W)"
-        with computing(self.device, self.precision):
+        with self.computing():
             return F.normalize(self.network.encode_image(self.preprocess(images).to(self.device)).float(), dim=-1)
 
     def encode_texts(self, captions: Sequence[str]) -> Tensor:
@@ -160,91 +142,83 @@ class ClipPair:
         for first in range(0, len(new), TEXTS_A_PASS):
             part = new[first : first + TEXTS_A_PASS]
             tokens = open_clip.tokenize(part, context_length=self.network.context_length)
-            with computing(self.device, self.precision):
+            with self.computing():
                 features = F.normalize(self.network.encode_text(tokens.to(self.device)).float(), dim=-1)
             self._texts |= zip(part, features.cpu(), strict=True)
         return torch.stack([self._texts[caption] for caption in captions]).to(self.device)
 
 
-def load_clip(weights: str | Path, architecture: str | Mapping[str, Any] | None = None) -> ClipPair | shapes.ShapesPair:
+def load_clip(weights: str | Path, random_config: Mapping[str, Any] = TINY) -> ClipPair | shapes.ShapesPair:
     """Build a pair on the CPU, without any download.
 
     Args:
         weights: a file with OpenCLIP's state dict (open_clip_pytorch_model.bin, .safetensors, or any file of torch.save), or
             the name of one on the hub that was fetched;
-            "random", for tests and trials; or the miniature's pair (evaluation/shapes.py).
-        architecture: open_clip's name or model config. None: taken from open_clip_config.json beside the file, which also
-            gives the normalisation of images. Without that file: ViT-H-14 or ViT-L-14, recognised by the weights' shapes,
-            with OpenAI's normalisation and GELU. (For weights trained with QuickGELU give "ViT-L-14-quickgelu"; the
-            shapes do not show it.)
+            "random", for tests and trials; or the miniature's pair (evaluation/shapes.py). open_clip_config.json beside the
+            file names the architecture and the normalisation of images. Without it: ViT-H-14 or ViT-L-14, recognised by the
+            weights' shapes, with OpenAI's normalisation and GELU. (Weights trained with QuickGELU need that file; the shapes
+            do not show it.)
+        random_config: open_clip's model config of the random pair.
 
     Raises:
         ValueError: no such file, an unknown architecture, or weights of another architecture.
     """
     if str(weights) == RANDOM:
-        network, transform, num_features = _build(architecture or TINY, {})
-        return ClipPair(network, transform, "random-CLIP", fingerprint(network), num_features)
+        built = _build(random_config, {})
+        return ClipPair(built, "random-CLIP", fingerprint(built[0]))
     path = place(weights)
     file = open_weights(path)
-    if architecture is None and shapes.is_pair(file):
+    if shapes.is_pair(file):
         return shapes.load_pair(file)
-    preprocess: Mapping[str, Any] = {}
-    if architecture is None:
-        architecture, preprocess = _config_beside(path) or (_told_by_shapes(file), {})
-    network, transform, num_features = _build(architecture, preprocess)
-    name = _name_of(architecture)
-    fill(network, file, f"OpenCLIP's {name}")
-    return ClipPair(network, transform, name, file_digest(path, "sha256"), num_features)
+    config, preprocess = _config_beside(path) or (_told_by_shapes(file), {})
+    built, name = _build(config, preprocess), _name_of(config)
+    fill(built[0], file, f"OpenCLIP's {name}")
+    return ClipPair(built, name, file_digest(path, "sha256"))
 
 
-def _config_beside(path: Path) -> tuple[str | Mapping[str, Any], Mapping[str, Any]] | None:
+def _config_beside(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
     """Return the model and its preprocessing from the config beside a weights file, or None."""
     beside = path.with_name(CONFIG_FILE)
     if not beside.is_file():
         return None
     try:
         config = json.loads(read_regular(beside))
-        model, preprocess = config["model_cfg"], config.get("preprocess_cfg", {})
-        assert isinstance(model, dict) and isinstance(preprocess, dict)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise ValueError(
-            f"{beside}: cannot be read: it has to be JSON with model_cfg and preprocess_cfg. Fetch it again, or give the "
-            "architecture and remove it."
-        ) from error
-    return model, preprocess
+        return dict(config["model_cfg"]), dict(config.get("preprocess_cfg", {}))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = "cannot be read: it has to be JSON with model_cfg and preprocess_cfg. Fetch it again, or remove it"
+        raise ValueError(f"{beside}: {what}.") from error
 
 
-def _told_by_shapes(file: WeightsFile) -> str:
-    shapes = {canonical_name(name): shape for name, (_, shape) in file.entries.items()}
-    image, text = shapes.get("visual.conv1.weight", ()), shapes.get("token_embedding.weight", ())
-    name = ARCHITECTURES.get((image[0], text[-1])) if image and text else None
-    if name is None:
-        found = (
-            f"image tower {image[0]} and text tower {text[-1]} wide" if image and text else "no OpenCLIP pair's names"
-        )
-        known = ", ".join(f"{name} ({image}, {text})" for (image, text), name in ARCHITECTURES.items())
-        raise ValueError(
-            f"{file.path}: {found}. Known by its shapes: {known}. For another one put its {CONFIG_FILE} beside the file."
-        )
-    return name
-
-
-def _name_of(architecture: str | Mapping[str, Any]) -> str:
+def _told_by_shapes(file: WeightsFile) -> Mapping[str, Any]:
     import open_clip
 
-    same = (name for name in open_clip.list_models() if open_clip.get_model_config(name) == architecture)
-    return architecture if isinstance(architecture, str) else next(same, "CLIP of a model config")
+    sizes = {canonical_name(name): shape for name, (_, shape) in file.entries.items()}
+    image, text = sizes.get("visual.conv1.weight", (0,)), sizes.get("token_embedding.weight", (0,))
+    name = ARCHITECTURES.get((image[0], text[-1]))
+    if name is None:
+        given = f"{file.path}: its image tower is {image[0]} and its text tower {text[-1]} wide (0: there is none)"
+        known = ", ".join(f"{name} ({image}, {text})" for (image, text), name in ARCHITECTURES.items())
+        raise ValueError(
+            f"{given}. Known by its shapes: {known}. For another one put its {CONFIG_FILE} beside the file."
+        )
+    config = open_clip.get_model_config(name)
+    assert config is not None
+    return config
 
 
-def _build(architecture: str | Mapping[str, Any], preprocess: Mapping[str, Any]) -> tuple[nn.Module, Callable, int]:
+def _name_of(config: Mapping[str, Any]) -> str:
+    import open_clip
+
+    same = (name for name in open_clip.list_models() if open_clip.get_model_config(name) == config)
+    return next(same, "CLIP of a model config")
+
+
+def _build(config: Mapping[str, Any], preprocess: Mapping[str, Any]) -> tuple[nn.Module, Callable, int]:
     """Return network, transform for validation, and E."""
     import open_clip
     from open_clip.transform import PreprocessCfg, image_transform_v2, merge_preprocess_dict
 
-    config = open_clip.get_model_config(architecture) if architecture in open_clip.list_models() else architecture
     try:
-        if isinstance(config, str):
-            raise ValueError("open_clip has none of this name")
         image, text, size = config["vision_cfg"], config["text_cfg"], config["vision_cfg"]["image_size"]
         if not set(config) <= PLAIN or "timm_model_name" in image or "hf_model_name" in text:
             raise ValueError("towers of other libraries")  # which may fetch something
@@ -254,8 +228,5 @@ def _build(architecture: str | Mapping[str, Any], preprocess: Mapping[str, Any])
         settings = merge_preprocess_dict(PreprocessCfg(size=size), dict(preprocess))
         return network, image_transform_v2(PreprocessCfg(**settings), is_train=False), config["embed_dim"]
     except Exception as error:  # for an invalid config, its dataclasses and modules raise errors of many types
-        said = architecture if isinstance(architecture, str) else ", ".join(architecture)
-        raise ValueError(
-            f"CLIP architecture: '{said}' cannot be built ({type(error).__name__}: {error}). Possible: open_clip's plain "
-            f"pairs, e.g. {', '.join(ARCHITECTURES.values())}, ViT-L-14-quickgelu, or such a model config."
-        ) from error
+        given = f"CLIP architecture: a config of {', '.join(config)} cannot be built ({type(error).__name__}: {error})"
+        raise ValueError(f"{given}. Possible: those of open_clip's plain pairs, e.g. of ViT-L-14-quickgelu.") from error

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from composer.utils import dist
 from torch import Tensor
 
 from cli.limits import ImageSize
-from cli.ranks import Hearing
+from cli.ranks import Hearing, Signalled
 from evaluation.meter import Pace
 from evaluation.prompts import Prompt
-from zoo.sampling import prompt_noise
-from zoo.spec import Family
+from zoo.sampling import prompt_noise, shard
+
+if TYPE_CHECKING:
+    from model import LatentDiffusion
 
 T = TypeVar("T")
-
-
-class Generator(Protocol):
-    """The interface of a model that draws, e.g. `model.LatentDiffusion`."""
-
-    family: Family
-    device: torch.device
-    encoders: Any
-    """Frozen, with `fingerprints`."""
-    in_step: bool
-    """All ranks have to call `generate` equally often."""
-
-    def parameters(self) -> Iterator[Tensor]: ...
-    def state_dict(self) -> Mapping[str, Tensor]: ...
-
-    def generate(
-        self,
-        text: Mapping[str, Tensor],
-        noise: Tensor,
-        *,
-        sampler: str,
-        steps: int,
-        guidance: float,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Tensor: ...
 
 
 class Heard(Exception):
@@ -49,7 +27,7 @@ class Heard(Exception):
 
 
 def generate(
-    model: Generator,
+    model: LatentDiffusion,
     chunk: Sequence[Prompt],
     batch_size: int,
     size: ImageSize,
@@ -77,6 +55,39 @@ def generate(
             raise Heard
 
     return model.generate(text, noise, **ways, progress=listen)
+
+
+def drawn(
+    model: LatentDiffusion,
+    prompts: Sequence[Prompt],
+    batch_size: int,
+    size: ImageSize,
+    seed: int,
+    ways: Mapping[str, Any],
+    signal: Callable[[], int],
+    num_done: int = 0,
+) -> Iterator[tuple[Sequence[Prompt], Tensor]]:
+    """Yield this rank's chunks of the prompts, which are strided over the ranks, with their images. All ranks call it.
+
+    Args:
+        ways: sampler, steps and guidance.
+        signal: returns the signal that this rank has received, 0: none.
+        num_done: chunks of this rank that are left out, because they were drawn before.
+
+    Raises:
+        Signalled: a rank has received a signal; what was yielded is done.
+    """
+    mine = [prompts[place] for place in shard(len(prompts), dist.get_global_rank(), dist.get_world_size())]
+    chunks = list(chunks_of(mine, batch_size))[num_done:]
+    hearing = Hearing(signal, len(chunks), in_step=model.in_step)
+    with contextlib.suppress(Heard):
+        for chunk in hearing.pieces(chunks):
+            images = generate(model, chunk or prompts[:1], batch_size, size, seed, ways, hearing)
+            if chunk is not None:  # None: other ranks in step are not through
+                yield chunk, images
+                hearing.done()
+    if number := hearing.agreed():
+        raise Signalled(number)
 
 
 def gathered(mine: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ Shapes: B batch, H W height and width in px, D features, 2048 for Inception.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from evaluation import shapes
-from evaluation.numerics import Precision, computing
+from evaluation.numerics import Extractor
 from weights.files import open_weights
 from weights.hub import Need
 from weights.hub_names import place
@@ -41,50 +41,17 @@ NUM_CLASSES, NUM_FEATURES = 1008, 2048
 SIDE_PX, FIRST_SIDE_PX = 299, 256
 
 
-class Extractor(Protocol):
-    """The interface of FID's image network. The miniature has its own instead of Inception.
-
-    Attributes:
-        name: of the network; contains `random` if its weights are random.
-        fingerprint: of its weights.
-        resize: how images are resized for it.
-        num_features: D.
-        precision: of the features; initially fp32.
-    """
-
-    name: str
-    fingerprint: str
-    resize: str
-    num_features: int
-    precision: Precision
-
-    def to(self, device: torch.device | str) -> Extractor: ...
-
-    def __call__(self, images: Tensor) -> Tensor:  # (B, 3, H, W) in [0, 1] -> (B, D)
-        ...
-
-
-class Inception:
-    """FID's Inception up to its last average pool; an `Extractor`. Made by `load_inception`."""
-
-    num_features = NUM_FEATURES
-    resize: str
-    precision: Precision
+class Inception(Extractor):
+    """FID's Inception up to its last average pool. Made by `load_inception`."""
 
     def __init__(self, network: nn.Module, name: str, fingerprint: str, resize: Resize):
-        self.network = network.eval().requires_grad_(False)
-        self.name, self.fingerprint, self.resize = name, fingerprint, resize
-        self.device, self.precision = torch.device("cpu"), "fp32"
-
-    def to(self, device: torch.device | str) -> Inception:
-        self.device = torch.device(device)
-        self.network.to(self.device)
-        return self
+        super().__init__(network, name, fingerprint, NUM_FEATURES)
+        self.resize = resize
 
     def __call__(self, images: Tensor) -> Tensor:  # (B, 3, H, W) in [0, 1] -> (B, 2048)
         """Return the features in float32 or float16, as `precision` says. An outer autocast has no effect."""
         assert images.ndim == 4 and images.shape[1] == 3, f"{tuple(images.shape)} is not (B, 3, H, W)"
-        with computing(self.device, self.precision):
+        with self.computing():
             if self.resize == "bicubic256":
                 images = pil_bicubic(images, FIRST_SIDE_PX)
             images = images.to(self.device, torch.float16 if self.precision == "fp16" else torch.float32)
@@ -115,10 +82,9 @@ def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Extra
         return shapes.load_reader(file)
     digest = file_digest(path, "sha1")
     if digest != PUBLISHED_SHA1:
-        raise ValueError(
-            f"{path}: its SHA-1 is {digest}, that of {PUBLISHED_FILE} is {PUBLISHED_SHA1}. FID is defined by that file "
-            "alone: fetch it again: python -m prepare.downloads inception."
-        )
+        given = f"{path}: its SHA-1 is {digest}, that of {PUBLISHED_FILE} is {PUBLISHED_SHA1}"
+        way = "FID is defined by that file alone: fetch it again: python -m prepare.downloads inception"
+        raise ValueError(f"{given}. {way}.")
     network = _build()
     fill(network, file, "FID's Inception")
     network.fc = nn.Identity()
@@ -134,20 +100,9 @@ def _build() -> nn.Module:
     from pytorch_fid.inception import FIDInceptionA, FIDInceptionC, FIDInceptionE_1, FIDInceptionE_2
     from torchvision.models import inception as parts
 
-    network = parts.Inception3(
-        num_classes=NUM_CLASSES,
-        aux_logits=False,
-        init_weights=False,
-        inception_blocks=[
-            parts.BasicConv2d,
-            FIDInceptionA,
-            parts.InceptionB,
-            FIDInceptionC,
-            parts.InceptionD,
-            FIDInceptionE_1,
-            parts.InceptionAux,
-        ],
-    )
+    blocks = [parts.BasicConv2d, FIDInceptionA, parts.InceptionB, FIDInceptionC, parts.InceptionD, FIDInceptionE_1]
+    blocks += [parts.InceptionAux]
+    network = parts.Inception3(num_classes=NUM_CLASSES, aux_logits=False, init_weights=False, inception_blocks=blocks)
     network.Mixed_7c = FIDInceptionE_2(network.fc.in_features)
     return network
 

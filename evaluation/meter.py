@@ -5,11 +5,6 @@
         for ...: meter.add(images, numbers, captions)
         figures = meter.figures()      # {"num_images": ..., "fid": ..., "clip": ..., "clip_x100": ...}
 
-On a GPU, a batch is measured while the next one is generated. The caller queues the next batch's generation and calls `add`,
-which measures the batch before on a separate stream. So work on CPU cores (PIL's resizing) and waits for results do not have
-to hold up the GPU (not measured: no GPU was at hand). No thread is used: the precision settings of measuring would affect
-the sampler too.
-
 Shapes: B batch, H W height and width in px.
 """
 
@@ -20,7 +15,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +28,8 @@ from cli.log import log
 from cli.private_api import require_private_api
 from evaluation.clip_score import ClipPair, CLIPScore, load_clip, times_100
 from evaluation.fid import FeatureSums, Statistics, covariance_warning, frechet_distance, read_facts, reference_for
-from evaluation.inception import Extractor, Resize, load_inception
-from evaluation.numerics import Precision
+from evaluation.inception import Resize, load_inception
+from evaluation.numerics import Extractor, Precision, require_finite
 from evaluation.shapes import ShapesPair
 from weights.tensors import tensor_specs
 
@@ -43,17 +38,6 @@ QUEUE_SEC = 3.0  # covers the host's work between two batches
 require_private_api(
     Metric, "_reductions", "_update_count", why="the sums of an evaluation are kept, and added up over ranks"
 )
-
-
-class Given(NamedTuple):
-    """A batch that is not measured yet."""
-
-    images: Tensor
-    """(B, 3, H, W) float32 in [0, 1]."""
-    numbers: Sequence[int]
-    captions: Sequence[str]
-    generated: torch.cuda.Event | None
-    """None on a CPU: the images are ready."""
 
 
 class Meter:
@@ -99,7 +83,6 @@ class Meter:
             self.pair = load_clip(clip)
             self.pair.precision = precision
             self.facts |= {"clip_model": self.pair.name, "clip_fingerprint": self.pair.fingerprint}
-        self._aside: torch.cuda.Stream | None = None
         self.reset()
 
     def say_what_is_short(self, num_images: int) -> None:
@@ -108,7 +91,7 @@ class Meter:
             log.info(f"eval: {text}")
         if self.extractor is not None and self.extractor.resize == "bicubic256" and not self._says_resize:
             asked = (
-                "Give those of pictures that were brought to 256 pixels too (prepare.fid_statistics resize=bicubic256)"
+                "Give those of images that were resized to 256 pixels too (prepare.fid_statistics resize=bicubic256)"
             )
             log.info(f"eval.statistics: does not say its resize, and eval.resize=bicubic256. {asked}.")
         named = (("inception", self.extractor), ("clip", self.pair))
@@ -117,7 +100,6 @@ class Meter:
 
     def reset(self) -> None:
         """Begin a new evaluation."""
-        self._given: Given | None = None
         own = {"sync_on_compute": False}  # `figures` adds up the sums once, and rank 0 alone computes
         self.features = None if self.extractor is None else FeatureSums(self.extractor.num_features, **own)
         self.cosines = None if self.pair is None else CLIPScore(in_half=self.in_half, **own)
@@ -125,60 +107,30 @@ class Meter:
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         """Keep the networks on a device during an evaluation only: training needs the memory."""
-        parts = [part for part in (self.extractor, self.pair, self.features, self.cosines) if part is not None]
+        parts = [part for part in (self.extractor, self.pair, *self.metrics.values()) if part is not None]
         try:
             for part in parts:
                 part.to(device)
-            self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
             yield
         finally:
-            self._given = self._aside = None
             for part in parts:
                 part.to(torch.device("cpu"))
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
+    @torch.no_grad()
     def add(self, images: Tensor, numbers: Sequence[int], captions: Sequence[str]) -> None:
-        """Take a batch, and measure the one before it; `figures` measures the last.
+        """Measure a batch.
 
         Args:
-            images: (B, 3, H, W) float32 in [0, 1]; on a GPU their computation may still be queued.
+            images: (B, 3, H, W) float32 in [0, 1].
             numbers, captions: of the first images; the others are padding, so that every pass has the same shape.
 
         Raises:
-            ValueError: the batch before has non-finite values; names their prompts.
+            ValueError: non-finite values; names their prompts.
         """
-        given = Given(images, numbers, captions, None if self._aside is None else torch.cuda.Event())
-        if given.generated is not None:
-            given.generated.record()
-        self.measure_given()
-        self._given = given
-
-    @torch.no_grad()
-    def measure_given(self) -> None:
-        """Measure the waiting batch, if there is one. Raises ValueError: non-finite values; names their prompts."""
-        given, self._given = self._given, None
-        if given is None:
-            return
-        if given.generated is None or self._aside is None:
-            self._measure(given)
-            return
-        # The host waits for these images only. Work queued after them runs while they are measured.
-        given.generated.synchronize()
-        with torch.cuda.stream(self._aside):
-            given.images.record_stream(self._aside)
-            self._measure(given)
-        torch.cuda.current_stream(given.images.device).wait_stream(self._aside)
-
-    def _measure(self, given: Given) -> None:
-        images, numbers, captions, _ = given
         num = len(numbers)
-        finite = images[:num].flatten(1).isfinite().all(dim=1).tolist()
-        if not all(finite):
-            broken = [number for number, is_finite in zip(numbers, finite, strict=True) if not is_finite]
-            raise ValueError(
-                f"images: not finite for the prompts {_some(broken)}. Look at the weights and the precision."
-            )
+        require_finite(images[:num], "images", numbers)
         images = images.half() if self.in_half else images.float()
         if self.features is not None and self.extractor is not None:
             self.features.update(self.extractor(images)[:num], numbers)
@@ -186,17 +138,16 @@ class Meter:
             self.cosines.update(self.pair.encode_images(images)[:num], self.pair.encode_texts(captions), numbers)
 
     @property
-    def is_waiting(self) -> bool:
-        """True while the last added batch is not measured yet."""
-        return self._given is not None
+    def metrics(self) -> dict[str, Metric]:
+        """The sums of what is measured: features, cosines, or both."""
+        both = {"features": self.features, "cosines": self.cosines}
+        return {name: metric for name, metric in both.items() if metric is not None}
 
     def sums(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's sums so far, copied to the CPU: metric -> state -> tensor."""
-        metrics = {"features": self.features, "cosines": self.cosines}
         return {
             name: {state: getattr(metric, state).detach().cpu().clone() for state in metric._reductions}
-            for name, metric in metrics.items()
-            if metric is not None
+            for name, metric in self.metrics.items()
         }
 
     def go_on_from(self, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -205,22 +156,15 @@ class Meter:
         if own != given:
             raise ValueError(f"sums: {given}, not {own}")
         for name, states in sums.items():
-            metric = {"features": self.features, "cosines": self.cosines}[name]
-            assert metric is not None
+            metric = self.metrics[name]
             for state, value in states.items():
                 getattr(metric, state).copy_(value)
             metric._update_count = 1  # else torchmetrics warns that nothing was measured
 
     def figures(self) -> dict[str, Any]:
-        """Add up the ranks' sums and return the metrics, which rank 0 computes for all.
-
-        Raises:
-            ValueError: as in `add`, for the last batch.
-        """
-        self.measure_given()
-        for metric in (self.features, self.cosines):
-            if metric is not None:
-                _add_up(metric)
+        """Add up the ranks' sums and return the metrics, which rank 0 computes for all."""
+        for metric in self.metrics.values():
+            _add_up(metric)
         found: list[dict[str, Any]] = [{"num_images": 0, "fid": None, "clip": None, "clip_x100": None}]
         if dist.get_global_rank() == 0:
             if self.features is not None and self.reference is not None:
@@ -261,8 +205,3 @@ def _add_up(metric: Metric) -> None:
     """Sum a metric's states over the ranks in place; torchmetrics itself would gather all states on every rank first."""
     for name in metric._reductions:
         dist.all_reduce(getattr(metric, name), reduce_operation="SUM")
-
-
-def _some(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - 5:,} more" if len(numbers) > 5 else ""
-    return ", ".join(map(str, numbers[:5])) + more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,44 @@ Precision = Literal["fp32", "fp16"]
 """fp32: full, whatever the run's precision. fp16: under autocast, as in all validation of MLPerf's reference."""
 
 require_private_api(Metric, "_apply", why="a metric's sums keep their type where the model around them is cast")
+
+
+class ScoringNetwork:
+    """A frozen network that scores images, and where it is computed.
+
+    Attributes:
+        name: of the network; contains `random` if its weights are random.
+        fingerprint: of its weights: of the file, or of the tensors where they are random.
+        num_features: of an image.
+        precision: of the features; initially fp32.
+    """
+
+    def __init__(self, network: nn.Module, name: str, fingerprint: str, num_features: int):
+        self.network: Any = network.eval().requires_grad_(False)
+        self.name, self.fingerprint, self.num_features = name, fingerprint, num_features
+        self.device = torch.device("cpu")
+        self.precision: Precision = "fp32"
+
+    def to(self, device: torch.device | str) -> Self:
+        self.device = torch.device(device)
+        self.network.to(self.device)
+        return self
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        return computing(self.device, self.precision)
+
+
+class Extractor(ScoringNetwork):
+    """The interface of FID's image network. The miniature has its own instead of Inception.
+
+    Attributes:
+        resize: how images are resized for it.
+    """
+
+    resize: str
+
+    def __call__(self, images: Tensor) -> Tensor:  # (B, 3, H, W) in [0, 1] -> (B, D)
+        raise NotImplementedError
 
 
 class Float64Sums(Metric):

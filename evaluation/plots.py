@@ -1,48 +1,32 @@
 """Scores as pictures: FID against CLIP score over guidance, and both over the images seen.
 
     python -m evaluation.plots runs/NAME/eval.jsonl OUT.png                          # a table of eval.py
-    python -m evaluation.plots A.json B.json OUT.png target=yamls/shapes.yaml        # records of bench.ladder
+    python -m evaluation.plots A.json B.json OUT.png target.fid=60 target.clip=0.8   # records of bench.ladder
 
-Rows of several guidances are drawn over guidance, others over the images seen, with the target of a YAML as dashed lines.
+Rows of several guidances are drawn over guidance, others over the images seen, with the target as dashed lines.
 Exit code: 0, or 2 where a file cannot be read or has no scores.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-from yaml import YAMLError
-
 from cli.command import command
 from cli.errors import Refused
-from cli.files import read_json, read_regular
+from cli.files import read_json
 from evaluation.score_table import Row, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-APART = (
-    "model",
-    "model_id",
-    "snapshot",
-    "weights",
-    "guidance",
-    "sampler",
-    "steps",
-    "eval_image_size",
-    "precision",
-    "eval_precision",
-    "resize",
-)
+APART: tuple[str, ...] = ("model", "model_id", "snapshot", "weights", "guidance", "sampler", "steps", "eval_image_size")
+APART += ("precision", "eval_precision", "resize")
 """What has a line of its own in a picture; model_id tells two models of one name apart."""
 DPI = 120
-MAX_YAML_BYTES = 2**20
 COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
 
 
@@ -83,13 +67,12 @@ def draw_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float
         axes.set_xlabel("images seen")
         axes.set_ylabel(label)
 
-    kinds = [(key, label) for key, label in (("fid", "FID"), ("clip", "CLIP score (mean cosine)")) if _has(rows, key)]
-    panels = [lambda axes, key=key, label=label: over_images(axes, key, label) for key, label in kinds]
+    panels = [
+        lambda axes, key=key, label=label: over_images(axes, key, label)
+        for key, label in (("fid", "FID"), ("clip", "CLIP score (mean cosine)"))
+        if any(row.get(key) is not None for row in rows)
+    ]
     _draw(panels, path, _title(rows, ""))
-
-
-def _has(rows: Sequence[Row], key: str) -> bool:
-    return any(row.get(key) is not None for row in rows)
 
 
 def lines_of(rows: Sequence[Row], along: str) -> list[tuple[str, list[Row]]]:
@@ -144,49 +127,28 @@ def _draw(panels: Sequence[Any], path: Path, title: str) -> None:
         figure.savefig(path, dpi=DPI, metadata={"Software": None})  # the same bytes from the same rows
 
 
-def rows_of(place: str) -> list[Row]:
-    """Return the scores of a table, or of a record with evaluations. Raises ValueError: there are none."""
-    rows: list[Row] = []
-    if not place.endswith(".json"):
-        rows = read_rows(Path(place))
-    elif isinstance(record := read_json(Path(place)), dict):
-        about = {"model": record.get("rung"), "partial": False}
-        rows = [about | evaluation for evaluation in record.get("evaluations", [])]
-    if not rows:
-        raise ValueError(f"{place}: has no scores. Give eval.jsonl of eval.py, or a record of bench.ladder.")
-    return rows
-
-
-def _target_of(path: Path) -> Any:
-    """Return the target of a YAML. Raises OSError, or what the reader of YAML raises."""
-    return OmegaConf.load(io.BytesIO(read_regular(path, MAX_YAML_BYTES))).target
-
-
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    words = {suffix: [word for word in argv if word.endswith(suffix)] for suffix in (".png", ".yaml")}
-    places = [word for word in argv if word.endswith((".json", ".jsonl"))]
-    known = len(places) + sum(map(len, words.values()))
-    if (
-        not places
-        or len(words[".png"]) != 1
-        or known != len(argv)
-        or not all(w.startswith("target=") for w in words[".yaml"])
-    ):
-        raise Refused(
-            f"command line: {' '.join(argv)}. Possible: SCORES.jsonl or RECORD.json, one OUT.png, target=RUN.yaml."
-        )
-    [out] = words[".png"]
+    targets = {word.partition("=")[0]: word.partition("=")[2] for word in argv if word.startswith("target.")}
+    *sources, out = [Path(word) for word in argv if not word.startswith("target.")] or [Path()]
+    if not sources or out.suffix != ".png" or not {*targets} <= {"target.fid", "target.clip"}:
+        ways = "SCORES.jsonl or RECORD.json, one OUT.png, target.fid=NUMBER, target.clip=NUMBER"
+        raise Refused(f"command line: {' '.join(argv)}. Possible: {ways}.")
+    rows: list[Row] = []
     try:
-        rows = [row for place in places for row in rows_of(place)]
-        target = next((_target_of(Path(word.removeprefix("target="))) for word in words[".yaml"]), None)
+        for source in sources:
+            record = {"evaluations": read_rows(source)} if source.suffix == ".jsonl" else read_json(source)
+            rows += [{"model": record.get("rung"), "partial": False, **row} for row in record["evaluations"]]
+        if not rows:
+            raise ValueError("it has no scores")
         if len({row["guidance"] for row in rows}) > 1:
-            draw_guidance(rows, Path(out))
+            draw_guidance(rows, out)
         else:
-            draw_over_images(rows, Path(out), target)
-    except (OSError, ValueError, KeyError, AttributeError, YAMLError) as error:
-        raise Refused(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)) from error
+            draw_over_images(rows, out, {key.removeprefix("target."): float(value) for key, value in targets.items()})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        given = f"{source}: cannot be drawn ({type(error).__name__}: {error})"
+        raise Refused(f"{given}. Give eval.jsonl of eval.py, or a record of bench.ladder.") from error
     print(f"written: {out}")
     return 0
 

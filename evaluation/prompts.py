@@ -10,6 +10,7 @@ import csv
 import hashlib
 import io
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,68 +59,62 @@ def read_prompts(path: str, num_prompts: int | None = None) -> PromptSet:
         ValueError: the file is unreadable, lacks a column, has one twice, or has an invalid line. The message says which,
             and what to do.
     """
-    try:
-        content = read_regular(Path(path).expanduser())
-        text = content.decode("utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}. Give a tab-separated file of prompts.") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start:,}). {EXAMPLE}.") from error
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+    content = read_file(path, EXAMPLE)
+    rows = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), delimiter="\t", strict=True)
     prompts, begin = [], 1  # where a row begins: after an open quotation mark it spans many lines
     try:
         header = next(rows, [])
-        _check_header(path, header)
+        if any(header.count(name) != 1 for name in COLUMNS):
+            found = ", ".join(f"'{printable(name[:30])}'" for name in header[:5]) or "nothing"
+            raise ValueError(f"{path}: its first line has {found}, not each of {', '.join(COLUMNS)} once. {EXAMPLE}.")
         begin = rows.line_num + 1
         for row in rows:
             prompts += [_prompt(path, rows.line_num, header, row)] if row else []
             begin = rows.line_num + 1
     except csv.Error as error:
-        said = str(error).replace("\t", "TAB")
-        raise ValueError(
-            f"{path}: line {begin:,} cannot be read: {said}. {EXAMPLE if begin == 1 else QUOTES}."
-        ) from error
+        reason = str(error).replace("\t", "TAB")
+        way = EXAMPLE if begin == 1 else QUOTES
+        raise ValueError(f"{path}: line {begin:,} cannot be read: {reason}. {way}.") from error
     if not prompts:
         raise ValueError(f"{path} has a header and no prompt. Give a file with at least one.")
-    first_line: dict[int, int] = {}
-    for place, prompt in enumerate(prompts):
-        if prompt.number in first_line:
-            twice = f"prompts {first_line[prompt.number] + 1:,} and {place + 1:,} both have the id {prompt.number}"
-            raise ValueError(f"{path}: {twice}. An id names one prompt and its noise: give each its own.")
-        first_line[prompt.number] = place
+    twice = [number for number, count in Counter(prompt.number for prompt in prompts).items() if count > 1]
+    if twice:
+        raise ValueError(f"{path}: several prompts have the id {twice[0]}. An id names one prompt and its noise.")
     if num_prompts is not None and not 1 <= num_prompts <= len(prompts):
         raise ValueError(f"eval.num_prompts: {num_prompts:,}, but {path} has {len(prompts):,}. Possible: 1 to that.")
     return PromptSet(prompts[:num_prompts], len(prompts), hashlib.sha256(content).hexdigest())
 
 
-def _check_header(path: str, header: Sequence[str]) -> None:
-    if missing := [name for name in COLUMNS if name not in header]:
-        found = ", ".join(f"'{printable(name[:30])}'" for name in header[:5]) or "nothing"
-        raise ValueError(f"{path}: no column {', '.join(missing)} in its first line, which has {found}. {EXAMPLE}.")
-    if twice := [name for name in COLUMNS if header.count(name) > 1]:
-        raise ValueError(f"{path}: more than one column {', '.join(twice)} in its first line. Keep one of each.")
+def read_file(path: str, wanted: str) -> bytes:
+    """Return a text file's bytes. Raises ValueError: it cannot be read, or is not UTF-8; `wanted`: what should be there."""
+    try:
+        content = read_regular(Path(path).expanduser())
+        content.decode()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}. {wanted}.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start:,}). {wanted}.") from error
+    return content
 
 
 def _prompt(path: str, line: int, header: Sequence[str], row: Sequence[str]) -> Prompt:
+    where = f"{path}: line {line:,}"
     if len(row) != len(header):
-        raise ValueError(f"{path}: line {line:,} has {len(row)} columns, its header {len(header)}. Fix that line.")
+        raise ValueError(f"{where} has {len(row)} columns, its header {len(header)}. Fix that line.")
     cells = dict(zip(header, row, strict=True))
-    numbers = {}
     for name in ("id", "image_id"):
-        if not re.fullmatch("-?[0-9]{1,4000}", cells[name]):  # int() takes 1_0 and other scripts' digits, too
-            raise ValueError(
-                f"{path}: line {line:,} has {name} '{printable(cells[name][:40])}', not a whole number. Fix it."
-            )
-        numbers[name] = int(cells[name])
+        if not re.fullmatch("-?[0-9]{1,18}", cells[name]):  # int() takes 1_0 and other scripts' digits, too
+            raise ValueError(f"{where} has {name} '{printable(cells[name][:40])}', not a whole number. Fix it.")
     caption = cells["caption"].strip()
-    if not caption:
-        raise ValueError(f"{path}: line {line:,} (id {numbers['id']}) has an empty caption. Remove that line.")
-    if "\0" in caption:
-        given = f"{path}: line {line:,} (id {numbers['id']}) has a NUL character in its caption"
-        raise ValueError(f"{given}. Take it out: no text encoder knows it.")
+    if text := caption_problem(caption):
+        raise ValueError(f"{where} (id {cells['id']}) has a caption {text}. Fix it, or remove that line.")
+    return Prompt(int(cells["id"]), int(cells["image_id"]), caption)
+
+
+def caption_problem(caption: str) -> str | None:
+    """Say why this is no caption, or None."""
+    if not caption or "\0" in caption:
+        return "that is empty, or has a NUL character"
     if len(caption) > MAX_CAPTION:
-        given = f"{path}: line {line:,} (id {numbers['id']}) has a caption of {len(caption):,} characters"
-        raise ValueError(
-            f"{given}. Possible: {MAX_CAPTION:,} at most. Shorten it: a text encoder reads the first 77 tokens."
-        )
-    return Prompt(numbers["id"], numbers["image_id"], caption)
+        return f"of {len(caption):,} characters; possible: {MAX_CAPTION:,} at most"
+    return None

@@ -13,25 +13,24 @@ ranks check between two sampling steps. The same evaluation later resumes with t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from composer.utils import dist
 from torch import Tensor
+from tqdm import tqdm
 
 from cli.limits import MOST, ImageSize, Pixels, Scales, file_problem, limited
-from cli.ranks import Hearing, Signalled
+from cli.ranks import Signalled
 from evaluation import clip_score, inception
-from evaluation.drawing import Generator, Heard, as_bytes, chunks_of, gathered, generate
+from evaluation.drawing import as_bytes, drawn, gathered
 from evaluation.meter import Meter
-from evaluation.prompts import Prompt, PromptSet, read_prompts
+from evaluation.prompts import PromptSet, read_prompts
 from evaluation.unfinished import Parts, Work
 from weights import hub
 from weights.hub_names import parse
@@ -39,6 +38,9 @@ from weights.tensors import fingerprint, is_out_of_memory
 from zoo.objectives import ObjectiveConfig
 from zoo.sampling import MAX_STEPS, MIN_STEPS, SamplerName, sampling_problems, shard, usual_sampler
 from zoo.spec import MAX_SIDE_PX, as_size
+
+if TYPE_CHECKING:
+    from model import LatentDiffusion
 
 NEEDS = {"inception": inception.NEED, "clip": clip_score.NEED}
 EVERY_IMAGES = 512_000  # of the MLPerf benchmark
@@ -92,51 +94,15 @@ class EvalConfig:
             now: this run evaluates, so its files have to exist.
             images_alone: the images exist already, so FID needs no prompts.
         """
-        return self._file_problems(images_alone) if now else []
-
-    def resolved(self, global_batch_size: int, *, prediction: str, has_ema: bool) -> EvalConfig:
-        """Replace null by its value; every_images becomes whole batches.
-
-        Args:
-            prediction: what the network predicts.
-        """
-        drawn = dataclasses.replace(self, sampler=self.sampler or usual_sampler(prediction))
-        if self.when == "off":
-            return drawn
-        every = rounded_up(self.every_images or EVERY_IMAGES, global_batch_size)
-        return dataclasses.replace(
-            drawn, every_images=every, weights=self.weights or ("ema" if has_ema else "training")
-        )
-
-    def on_hub(self) -> dict[str, tuple[str, hub.Need]]:
-        """Return those weights that are names of the hub: key -> name and what it needs."""
-        given = {key: getattr(self, key) for key in NEEDS}
-        return {f"eval.{key}": (text, NEEDS[key]) for key, text in given.items() if parse(text)}
-
-    def meter(self) -> Meter:
-        """Build the meter on the CPU. Raises ValueError: a file is unreadable or is the wrong one."""
-        return Meter(
-            inception=self.inception,
-            statistics=self.statistics,
-            resize=self.resize,
-            clip=self.clip,
-            precision=self.precision,
-        )
-
-    def guidances(self) -> list[float]:
-        """Return the guidance scales."""
-        given = self.guidance if isinstance(self.guidance, list | tuple) else [self.guidance]
-        return [float(value) for value in given]
-
-    def _file_problems(self, images_alone: bool) -> list[tuple[str, str]]:
+        if not now:
+            return []
         found = []
         if self.prompts is None and not (images_alone and self.clip is None):
             found.append(("eval.prompts", "not given. Give a tab-separated file with image_id, id and caption."))
         if (self.statistics is None) != (self.inception is None):
             given, missing = ("statistics", "inception") if self.inception is None else ("inception", "statistics")
-            found.append(
-                (f"eval.{missing}", f"not given, but eval.{given} is. FID needs both; leave out both for none.")
-            )
+            both = f"not given, but eval.{given} is. FID needs both; leave out both for none."
+            found.append((f"eval.{missing}", both))
         if self.statistics is None and self.inception is None and self.clip is None:
             ways = "Give eval.inception and eval.statistics, eval.clip, or all three"
             found.append(("eval.inception", f"nothing to score with. {ways}."))
@@ -151,6 +117,34 @@ class EvalConfig:
                 text = str(error)
             found += [(f"eval.{key}", text)] if text else []
         return found
+
+    def resolved(self, global_batch_size: int, *, prediction: str, has_ema: bool) -> EvalConfig:
+        """Replace null by its value; every_images becomes whole batches.
+
+        Args:
+            prediction: what the network predicts.
+        """
+        drawn = dataclasses.replace(self, sampler=self.sampler or usual_sampler(prediction))
+        if self.when == "off":
+            return drawn
+        every = rounded_up(self.every_images or EVERY_IMAGES, global_batch_size)
+        weights = self.weights or ("ema" if has_ema else "training")
+        return dataclasses.replace(drawn, every_images=every, weights=weights)
+
+    def on_hub(self) -> dict[str, tuple[str, hub.Need]]:
+        """Return those weights that are names of the hub: key -> name and what it needs."""
+        given = {key: getattr(self, key) for key in NEEDS}
+        return {f"eval.{key}": (text, NEEDS[key]) for key, text in given.items() if parse(text)}
+
+    def meter(self) -> Meter:
+        """Build the meter on the CPU. Raises ValueError: a file is unreadable or is the wrong one."""
+        of_fid: Any = dict(inception=self.inception, statistics=self.statistics, resize=self.resize)
+        return Meter(**of_fid, clip=self.clip, precision=self.precision)
+
+    def guidances(self) -> list[float]:
+        """Return the guidance scales."""
+        given = self.guidance if isinstance(self.guidance, list | tuple) else [self.guidance]
+        return [float(value) for value in given]
 
 
 @dataclass(frozen=True)
@@ -213,7 +207,7 @@ class Scorer:
         size: of the images if eval.image_size is null, px.
         seed: of the prompts' noise, which is the run's.
         settings: the model's settings that a score depends on, besides its weights (precision, prediction).
-        show_progress: show a bar with the time left, on rank 0.
+        show_progress: show a bar with the time left of rank 0.
         found: called with the batch size when it has been found, on rank 0.
         parts: where an unfinished evaluation is saved; None: nowhere.
         signal: returns the signal that this rank has received, 0: none; checked during an evaluation.
@@ -241,9 +235,8 @@ class Scorer:
         self.size = size if config.image_size is None else as_size(config.image_size)
         self.prompt_set: PromptSet = read_prompts(config.prompts, config.num_prompts)
         if config.inception is not None and len(self.prompt_set.prompts) < 2:
-            raise ValueError(
-                "eval.num_prompts: 1, but FID compares covariances. Give 2 at least, or leave out eval.inception."
-            )
+            given = "eval.num_prompts: 1, but FID compares covariances"
+            raise ValueError(f"{given}. Give 2 at least, or leave out eval.inception.")
         self.meter = config.meter()
         self.meter.say_what_is_short(len(self.prompt_set.prompts))
         self.batch_size = config.batch_size
@@ -267,7 +260,7 @@ class Scorer:
             **self.meter.facts,
         }
 
-    def find_batch_size(self, model: Generator) -> int:
+    def find_batch_size(self, model: LatentDiffusion) -> int:
         """Return the batch size; if it was not known, it is set to the largest that fits every rank's free memory.
 
         On a CPU it is fixed: a larger one is no faster there. Raises ValueError: not even one image fits.
@@ -290,7 +283,7 @@ class Scorer:
         self.found(self.batch_size)
         return self.batch_size
 
-    def _fits(self, model: Generator, size: int) -> bool:
+    def _fits(self, model: LatentDiffusion, size: int) -> bool:
         """Try to generate and measure this many images at once."""
         try:
             text, shape = model.family.tokenize([""] * size), model.family.latent_shape(self.size)
@@ -299,7 +292,6 @@ class Scorer:
             )
             images = model.generate(text, torch.zeros(size, *shape), **ways)
             self.meter.add(images, range(size), [""] * size)
-            self.meter.measure_given()
             return True
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -308,7 +300,7 @@ class Scorer:
         finally:
             torch.cuda.empty_cache()
 
-    def score(self, model: Generator, guidance: float) -> dict[str, Any]:
+    def score(self, model: LatentDiffusion, guidance: float) -> dict[str, Any]:
         """Generate an image for each prompt and score them. All ranks call it and get the same score.
 
         Its seconds include earlier starts of this evaluation, as far as their parts were saved.
@@ -323,31 +315,34 @@ class Scorer:
         self.meter.reset()
         with self.meter.on(model.device):
             self.work = work = self._begin(model, guidance, began)
-            mine = shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size())
-            prompts = [self.prompt_set.prompts[place] for place in mine]
-            chunks = list(chunks_of(prompts, batch_size))[work.num_done :]
-            hearing = Hearing(self.signal, len(chunks), in_step=model.in_step)
-            with contextlib.suppress(Heard):
-                for chunk in self._said(hearing.pieces(chunks), work.num_done * batch_size):
-                    drawn = chunk or self.prompt_set.prompts[:1]  # None: others in step are not through
-                    images = generate(model, drawn, batch_size, self.size, self.seed, ways, hearing)
-                    if chunk is None:
-                        continue
+            num_mine = len(shard(len(self.prompt_set.prompts), dist.get_global_rank(), dist.get_world_size()))
+            of_images: Any = dict(size=self.size, seed=self.seed, ways=ways, signal=self.signal, num_done=work.num_done)
+            bar = tqdm(
+                total=num_mine,
+                initial=min(work.num_done * batch_size, num_mine),
+                desc="evaluation",
+                unit="image",
+                disable=not (self.show_progress and dist.get_global_rank() == 0),
+            )
+            try:
+                for chunk, images in drawn(model, self.prompt_set.prompts, batch_size, **of_images):
                     captions = [prompt.caption for prompt in chunk]
                     self.meter.add(images, [prompt.number for prompt in chunk], captions)
                     wanted = min(work.num_wanted, len(chunk))
                     work.add(captions[:wanted], as_bytes(images[:wanted]) if wanted else images[:0])
-                    hearing.done()
-            if number := hearing.agreed():
+                    bar.update(len(chunk))
+            except Signalled:
                 work.leave()
-                raise Signalled(number)
+                raise
+            finally:
+                bar.close()
             figures = self.meter.figures()
-        self._gather_samples(work.samples)
+        self.samples = gathered(work.samples) if self.config.samples else []  # on rank 0 in the order of the prompts
         seconds = work.seconds
         measured = {"eval_sec": seconds, "eval_images_per_sec": len(self.prompt_set.prompts) / seconds}
         return {**figures, **self.settings(guidance), **measured}
 
-    def _begin(self, model: Generator, guidance: float, began: float) -> Work:
+    def _begin(self, model: LatentDiffusion, guidance: float, began: float) -> Work:
         """Begin an evaluation, or resume its saved parts."""
         rank, num_ranks, told = dist.get_global_rank(), dist.get_world_size(), [""]
         if self.parts is not None:
@@ -364,7 +359,7 @@ class Scorer:
             began=began,
         )
 
-    def _of(self, model: Generator, guidance: float) -> str:
+    def _of(self, model: LatentDiffusion, guidance: float) -> str:
         """Return the text that identifies this evaluation."""
         of: dict[str, Any] = {"weights": fingerprint(model), "encoders": dict(model.encoders.fingerprints)}
         of |= {"samples": self.config.samples, "ranks": dist.get_world_size(), **self.settings(guidance)}
@@ -374,38 +369,6 @@ class Scorer:
         """The last score is written: remove its parts."""
         if self.work is not None:
             self.work.forget()
-
-    def forget(self, model: Generator, guidance: float) -> None:
-        """Remove the parts of a score that is already written, even if an earlier start, then killed, wrote it."""
-        is_first, parts = dist.get_global_rank() == 0, self.parts
-        has_some = [parts is not None and parts.folder.exists()]
-        if model.in_step:  # whose weights all ranks have to look at together
-            dist.broadcast_object_list(has_some)
-        if parts is not None and has_some[0] and (is_first or model.in_step):
-            of = self._of(model, guidance)
-            if is_first:
-                parts.remove(of)
-
-    def _said(self, chunks: Iterable[Sequence[Prompt] | None], num_done: int) -> Iterable[Sequence[Prompt] | None]:
-        """Show rank 0's progress, in images of all ranks; `num_done`: this rank's of an earlier start."""
-        if not (self.show_progress and dist.get_global_rank() == 0):
-            return chunks
-        from tqdm import tqdm
-
-        num_prompts = len(self.prompt_set.prompts)
-        done = min(num_done * dist.get_world_size(), num_prompts)
-
-        def counted() -> Iterator[Sequence[Prompt] | None]:
-            with tqdm(total=num_prompts, initial=done, desc="evaluation", unit="image", file=sys.stderr) as bar:
-                for chunk in chunks:
-                    yield chunk
-                    bar.update(min(len(chunk or ()) * dist.get_world_size(), num_prompts - bar.n))
-
-        return counted()
-
-    def _gather_samples(self, mine: list[tuple[str, Tensor]]) -> None:
-        """Gather the sample grid's images on rank 0, in the order of the prompts."""
-        self.samples = gathered(mine) if self.config.samples else []
 
 
 def sampler_problems(config: EvalConfig, objective: ObjectiveConfig) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evaluation.numerics import Precision, computing
+from evaluation.numerics import Extractor, ScoringNetwork
 from weights.files import WeightsFile, open_weights
 from weights.published import file_digest, fill
 from zoo.shapes.networks import NUM_FEATURES, SIDE_PX, Reader, build_clip, tokenize
@@ -40,47 +40,20 @@ def is_pair(file: WeightsFile) -> bool:
     return PAIR_TENSOR in file.entries and "text_projection.weight" in file.entries
 
 
-class ReaderFeatures:
-    """The reader up to its features; an `evaluation.inception.Extractor`. Made by `load_reader`."""
+class ReaderFeatures(Extractor):
+    """The reader up to its features. Made by `load_reader`."""
 
-    name = "shapes-reader"
     resize = "none"
-    num_features = NUM_FEATURES
-    precision: Precision
-
-    def __init__(self, network: Reader, fingerprint: str):
-        self.network = network.eval().requires_grad_(False)
-        self.fingerprint = fingerprint
-        self.device, self.precision = torch.device("cpu"), "fp32"
-
-    def to(self, device: torch.device | str) -> ReaderFeatures:
-        self.device = torch.device(device)
-        self.network.to(self.device)
-        return self
 
     def __call__(self, images: Tensor) -> Tensor:  # (B, 3, 32, 32) in [0, 1] -> (B, 64)
         """Return the features. Raises ValueError: images of another size."""
         _require_size(images)
-        with computing(self.device, self.precision):
+        with self.computing():
             return self.network.features(2 * images.to(self.device, torch.float32) - 1)
 
 
-class ShapesPair:
+class ShapesPair(ScoringNetwork):
     """The miniature's CLIP pair, with the interface of `evaluation.clip_score.ClipPair`. Made by `load_pair`."""
-
-    name = "shapes-CLIP"
-    precision: Precision
-
-    def __init__(self, network: Any, fingerprint: str):
-        self.network = network.eval().requires_grad_(False)
-        self.fingerprint = fingerprint
-        self.num_features = network.config.projection_dim
-        self.device, self.precision = torch.device("cpu"), "fp32"
-
-    def to(self, device: torch.device | str) -> ShapesPair:
-        self.device = torch.device(device)
-        self.network.to(self.device)
-        return self
 
     def encode_images(self, images: Tensor) -> Tensor:
         """Return features of length 1, (B, 64) float32. Images, (B, 3, 32, 32) in [0, 1], are first rounded to 8 bits.
@@ -90,13 +63,13 @@ class ShapesPair:
         """
         _require_size(images)
         pixels = (images * 255).to(torch.uint8).to(self.device) / 127.5 - 1.0
-        with computing(self.device, self.precision):
+        with self.computing():
             pooled = self.network.vision_model(pixel_values=pixels).pooler_output
             return F.normalize(self.network.visual_projection(pooled).float(), dim=-1)
 
     def encode_texts(self, captions: Sequence[str]) -> Tensor:
         """Return features of length 1, (N, 64) float32."""
-        with computing(self.device, self.precision):
+        with self.computing():
             pooled = self.network.text_model(input_ids=tokenize(captions).to(self.device)).pooler_output
             return F.normalize(self.network.text_projection(pooled).float(), dim=-1)
 
@@ -105,27 +78,22 @@ def load_reader(file: WeightsFile) -> ReaderFeatures:
     """Load a reader from its file. Raises ValueError: the file does not fit."""
     network = Reader()
     fill(network, file, "the miniature's reader")
-    return ReaderFeatures(network, file_digest(file.path, "sha256"))
+    return ReaderFeatures(network, "shapes-reader", file_digest(file.path, "sha256"), NUM_FEATURES)
 
 
 def load_pair(file: WeightsFile) -> ShapesPair:
     """Load the pair from its file and the text encoder's. Raises ValueError: the latter is missing, or one does not fit."""
     text = open_weights(file.path.parent.parent / TEXT_FILE)
-    both = WeightsFile(
-        file.path,
-        {**text.tensors, **file.tensors},
-    )
-    network = build_clip()
-    fill(network, both, "the miniature's CLIP pair")
+    network: Any = build_clip()
+    fill(network, WeightsFile(file.path, {**text.tensors, **file.tensors}), "the miniature's CLIP pair")
     digests = "".join(file_digest(part.path, "sha256") for part in (file, text))
-    return ShapesPair(network, hashlib.sha256(digests.encode()).hexdigest())
+    fingerprint = hashlib.sha256(digests.encode()).hexdigest()
+    return ShapesPair(network, "shapes-CLIP", fingerprint, network.config.projection_dim)
 
 
 def _require_size(images: Tensor) -> None:
     assert images.ndim == 4 and images.shape[1] == 3, f"{tuple(images.shape)} is not (B, 3, H, W)"
     height, width = images.shape[2:]
     if (height, width) != (SIDE_PX, SIDE_PX):
-        raise ValueError(
-            f"images: {width} x {height} px, but the miniature's scoring networks take {SIDE_PX} x {SIDE_PX} px. "
-            f"Say image_size={SIDE_PX}, or give other networks."
-        )
+        given = f"images: {width} x {height} px, but the miniature's scoring networks take {SIDE_PX} x {SIDE_PX} px"
+        raise ValueError(f"{given}. Say image_size={SIDE_PX}, or give other networks.")

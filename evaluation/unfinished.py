@@ -49,24 +49,17 @@ class Parts:
         for left in self.folder.glob(f".{name}.*.tmp"):
             left.unlink(missing_ok=True)  # left by a killed writer
         for path in self.folder.glob(f"{name}-*.pt"):
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another command with the same evaluation has just replaced it
-                content: Mapping[str, Any] = {}
-                with contextlib.suppress(ConfigError):
-                    content = read(path) if is_whole(path) else {}
-                if content.get("of") == of:
-                    return path, dict(content)
-                set_aside(path)
+            content: Mapping[str, Any] = {}
+            with contextlib.suppress(ConfigError):
+                content = read(path) if is_whole(path) else {}
+            if content.get("of") == of:
+                return path, dict(content)
+            set_aside(path)
         return None
 
     def keep(self, of: str, rank: int, content: Mapping[str, Any]) -> None:
         """Write a rank's part and remove its previous one. Raises OSError: it cannot be written."""
         write(self.folder, stem(_kind(of), rank), {"schema": SCHEMA, "of": of, **content})
-
-    def of_others(self, of: str) -> list[Path]:
-        """Return the parts of other evaluations."""
-        return [path for path in self.folder.glob(f"{PART}*.pt") if not path.name.startswith(_kind(of))]
 
     def remove(self, of: str) -> None:
         """Remove the parts of an evaluation whose score is written; with `is_alone`, all other parts too."""
@@ -136,10 +129,6 @@ class Work:
         done, num = self._over_ranks()
         if done:
             log.info(f"eval: resumes: {done:,} of {num:,} images were scored by an earlier start.")
-        if self.rank == 0 and (others := parts.of_others(self.of)):
-            what = f"{len(others)} parts of other evaluations (weights, settings, prompts or ranks) are not used"
-            use = "they are removed with it" if parts.is_alone else "remove them if nobody will resume them"
-            log.info(f"eval: {parts.folder}: {what}; {use}.")
 
     def _over_ranks(self) -> tuple[int, int]:
         """Return the images done and the total, over all ranks."""
@@ -148,7 +137,7 @@ class Work:
         return sum(done), sum(num)
 
     def add(self, captions: Sequence[str], images: Tensor) -> None:
-        """Count a chunk that was given to the meter, and save a part when one is due.
+        """Count a chunk that was measured, and save a part when one is due.
 
         Args:
             images: uint8 (N, 3, H, W) on the CPU; the first `num_wanted` of the chunk.
@@ -164,12 +153,10 @@ class Work:
         return self.num_samples - len(self.samples)
 
     def _keep(self) -> None:
-        """Save the measured batches; the last one is left out if it still waits for the GPU."""
+        """Save the measured batches."""
         if self.parts is None:
             return
-        num_done = self.num_done - self.meter.is_waiting
-        samples = self.samples[: num_done * self.batch_size]
-        content = {"chunks": num_done, "seconds": self.seconds, "samples": samples, "sums": self.meter.sums()}
+        content = {"chunks": self.num_done, "seconds": self.seconds, "samples": self.samples, "sums": self.meter.sums()}
         try:
             self.parts.keep(self.of, self.rank, content)
         except (OSError, RuntimeError) as error:
@@ -179,7 +166,6 @@ class Work:
 
     def leave(self) -> None:
         """Save everything scored so far and log how much that is. All ranks call it."""
-        self.meter.measure_given()
         self._keep()
         done, num = self._over_ranks()
         where = "nothing of it is saved" if self.parts is None else f"saved in {self.parts.folder}"

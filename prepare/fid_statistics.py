@@ -43,7 +43,8 @@ from cli.limits import limited
 from cli.log import log
 from evaluation.fid import FeatureSums, Statistics, covariance_warning, write_statistics
 from evaluation.image_folder import UNREADABLE, image_batches, list_images, read_image
-from evaluation.inception import NEED, Extractor, load_inception
+from evaluation.inception import NEED, load_inception
+from evaluation.numerics import Extractor
 from preflight.limits import unwritable
 from prepare.counts import SKIPPED_FILE, Ledger
 from prepare.engines import ActorKeys, check_actor_keys

@@ -43,11 +43,11 @@ TABLE = """
 - torch.randint(0, len(
 + torch.randint(1, len(
 
-3 | zoo/latent_family.py | zoo model | posterior: variance for standard deviation
+3 | zoo/spec.py | zoo model | posterior: variance for standard deviation
 - torch.exp(0.5 * logvar
 + torch.exp(logvar
 
-4 | zoo/latent_family.py | families model | latents: height and width exchanged
+4 | zoo/spec.py | families model | latents: height and width exchanged
 - (self.latent_channels, height // self.pixels_per_latent, width // self.pixels_per_latent)
 + (self.latent_channels, width // self.pixels_per_latent, height // self.pixels_per_latent)
 

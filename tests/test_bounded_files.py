@@ -118,7 +118,6 @@ def test_no_reader_of_a_runs_folder_waits_for_a_pipe_or_reads_a_device(what, tmp
         ("reports.samples", ["a.png", "a.txt", "out.png"]),
         ("evaluation.plots", ["a.json", "out.png"]),
         ("evaluation.plots", ["a.jsonl", "out.png"]),
-        ("evaluation.plots", ["scores.json", "out.png", "target=a.yaml"]),
         ("bench.ladder", ["a.yaml"]),
         ("sweep", ["a.yaml"]),
         ("benchmark", ["a.yaml"]),

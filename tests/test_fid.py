@@ -323,11 +323,11 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a.npz"]
 
 
-AGAIN = "Make the file again."
+AGAIN = "Make the file again: python -m prepare.fid_statistics."
 BROKEN = {
     "other keys": (
         dict(mean=np.zeros(2), cov=np.eye(2)),
-        "its arrays are mean, cov. Statistics are mu and sigma. Make them: python -m prepare.fid_statistics.",
+        f"its arrays are mean, cov. Statistics are mu and sigma. {AGAIN}",
     ),
     "other shapes": (
         dict(mu=np.zeros((1, 2)), sigma=np.eye(2)),
@@ -345,14 +345,6 @@ BROKEN = {
         dict(mu=np.array([0.0, np.nan]), sigma=np.eye(2)),
         f"mu has 1 values that are NaN or infinite. Possible: finite ones. {AGAIN}",
     ),
-    "a mean that no feature has": (
-        dict(mu=np.array([1e200, 0.0]), sigma=np.eye(2)),
-        f"mu has 1e+200. Features are float32: 3.4e+38 at most. {AGAIN}",
-    ),
-    "a covariance that no feature has": (
-        dict(mu=np.zeros(2), sigma=np.diag([1.0, 1e300])),
-        f"sigma has 1e+300. Features are float32: 1.2e+77 at most. {AGAIN}",
-    ),
     "infinity": (
         dict(mu=np.zeros(2), sigma=np.full((2, 2), np.inf)),
         f"sigma has 4 values that are NaN or infinite. Possible: finite ones. {AGAIN}",
@@ -360,10 +352,6 @@ BROKEN = {
     "not symmetric": (
         dict(mu=np.zeros(2), sigma=np.array([[1.0, 0.5], [0.4, 1.0]])),
         f"sigma and its transpose differ by 0.1. A covariance is symmetric. {AGAIN}",
-    ),
-    "negative diagonal": (
-        dict(mu=np.zeros(2), sigma=np.diag([1.0, -2.0])),
-        f"sigma has -2 on its diagonal. A variance is 0 or more. {AGAIN}",
     ),
     "a number of images that is none": (
         dict(mu=np.zeros(2), sigma=np.eye(2), num_images=[3, 4]),
@@ -394,12 +382,6 @@ def test_float32_rounding_is_no_fault(tmp_path):
 
 
 def test_what_is_no_npz_is_refused(tmp_path):
-    path = tmp_path / "a.npz"
-    with pytest.raises(ValueError) as caught:
-        read_statistics(path)
-    assert str(caught.value) == (
-        f"{path}: there is no such file. Give an .npz with mu and sigma (prepare.fid_statistics makes one)."
-    )
     np.savez(tmp_path / "pickled.npz", mu=np.array([print], dtype=object), sigma=np.eye(2))
     (tmp_path / "text.npz").write_text("<html>404</html>")
     (tmp_path / "empty.npz").touch()
@@ -412,12 +394,12 @@ def test_what_is_no_npz_is_refused(tmp_path):
         np.save(array, np.zeros(2**18))
         for number in range(129):
             archive.writestr(f"{number}.npy", array.getvalue())
-    for name in ("pickled.npz", "text.npz", "empty.npz", "cut.npz", "array.npy", "bomb.npz"):
+    for name in ("a.npz", "pickled.npz", "text.npz", "empty.npz", "cut.npz", "array.npy", "bomb.npz"):
         with pytest.raises(ValueError) as caught:
             read_statistics(tmp_path / name)
-        begin, end = f"{tmp_path / name}: cannot be read as an .npz (", "make it: python -m prepare.fid_statistics."
+        begin, end = f"{tmp_path / name}: cannot be read as an .npz (", AGAIN
         assert str(caught.value).startswith(begin) and str(caught.value).endswith(end)
-    assert "it holds 270,549,120 bytes, or is packed in an odd way; at most 268,435,456 are read" in str(caught.value)
+    assert "it holds 270,549,120 bytes; at most 268,435,456 are read" in str(caught.value)
 
 
 def test_statistics_that_could_not_be_read_are_not_written(tmp_path):

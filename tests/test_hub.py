@@ -436,6 +436,6 @@ def test_several_files_that_are_not_of_one_model_are_refused(tmp_path):
     last.write_bytes(first.read_bytes())
     assert "tensors are not in the file that it names, the first is" in problem()
     last.unlink()
-    assert "files of weights, but not all, or no index. Fetch the others. It has:" in problem()
+    assert "or not all of their parts. It has:" in problem()
     last.write_bytes(kept)
     assert ldm.problems(str(tmp_path), networks) == []

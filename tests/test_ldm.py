@@ -48,17 +48,17 @@ def tiny_text(layers: int = 2, width: int = 16, act: str = "gelu") -> nn.Module:
     return build_text_model(config).eval()
 
 
-def tiny_networks(seed: int = 0) -> dict[str, tuple[nn.Module, ldm.Network]]:
+def tiny_networks(seed: int = 0) -> dict[str, tuple[nn.Module, ldm_names.Network]]:
     """SD2's three networks in the tiny preset, as the model has them."""
     torch.manual_seed(seed)
     family = load_family("sd2", "tiny", "stock")
     encoders, denoiser = family.build_encoders(), family.build_denoiser()
     modules = {"vae": encoders["vae"].eval(), "text": encoders["text"].eval(), "denoiser": denoiser.eval()}
-    places = {"vae": ldm.vae, "text": ldm.open_clip_text, "denoiser": ldm.unet}
+    places = {"vae": ldm_names.vae, "text": ldm_names.open_clip_text, "denoiser": ldm_names.unet}
     return {label: (module, places[label](module)) for label, module in modules.items()}
 
 
-def as_ldm(networks: Mapping[str, tuple[nn.Module, ldm.Network]]) -> dict[str, torch.Tensor]:
+def as_ldm(networks: Mapping[str, tuple[nn.Module, ldm_names.Network]]) -> dict[str, torch.Tensor]:
     """What an export writes, which is compared with diffusers' converter and OpenCLIP's modules below."""
     return ldm_names.as_ldm(networks.values())
 
@@ -76,7 +76,7 @@ def last_block(tensors: Mapping[str, torch.Tensor], layers: int = 2) -> dict[str
     }
 
 
-def whole_ldm_file(networks: Mapping[str, tuple[nn.Module, ldm.Network]]) -> dict[str, torch.Tensor]:
+def whole_ldm_file(networks: Mapping[str, tuple[nn.Module, ldm_names.Network]]) -> dict[str, torch.Tensor]:
     tensors = as_ldm(networks)
     beside = {
         "betas": torch.ones(5),
@@ -112,7 +112,7 @@ def test_unet_names_are_those_of_diffusers_converter(kind, shape):
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
     module = tiny_unet(kind, shape)
-    converted = convert_ldm_unet_checkpoint(as_ldm({"denoiser": (module, ldm.unet(module))}), dict(module.config))
+    converted = convert_ldm_unet_checkpoint(as_ldm({"denoiser": (module, ldm_names.unet(module))}), dict(module.config))
     assert_equal(converted, module)
 
 
@@ -126,7 +126,7 @@ def test_vae_names_are_those_of_diffusers_converter(widths):
         down_block_types=("DownEncoderBlock2D",) * len(widths), up_block_types=("UpDecoderBlock2D",) * len(widths)
     )
     module = AutoencoderKL(**kinds, block_out_channels=widths, norm_num_groups=4, layers_per_block=2, latent_channels=4)
-    tensors = as_ldm({"vae": (module, ldm.vae(module))})
+    tensors = as_ldm({"vae": (module, ldm_names.vae(module))})
     assert tensors["first_stage_model.encoder.mid.attn_1.q.weight"].shape == (16, 16, 1, 1)
     assert_equal(convert_ldm_vae_checkpoint(tensors, dict(module.config)), module)
 
@@ -135,7 +135,7 @@ def test_open_clip_names_are_those_of_diffusers_converter():
     from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
 
     module = tiny_text()
-    converted = convert_open_clip_checkpoint(module, as_ldm({"text": (module, ldm.open_clip_text(module))}))
+    converted = convert_open_clip_checkpoint(module, as_ldm({"text": (module, ldm_names.open_clip_text(module))}))
     converted.pop("text_model.embeddings.position_ids", None)
     assert_equal(converted, module)
 
@@ -179,7 +179,7 @@ text text_model.final_layer_norm.weight                         ln_final.weight
 
 
 @pytest.fixture(scope="module")
-def full_size() -> dict[str, tuple[nn.Module, ldm.Network]]:
+def full_size() -> dict[str, tuple[nn.Module, ldm_names.Network]]:
     import diffusers  # noqa: F401  which imports torch._dynamo, and that fails under another default device
 
     with torch.device("meta"):
@@ -187,9 +187,9 @@ def full_size() -> dict[str, tuple[nn.Module, ldm.Network]]:
         vae, text = family.build_encoders().values()
         denoiser = family.build_denoiser()
     return {
-        "vae": (vae, ldm.vae(vae)),
-        "text": (text, ldm.open_clip_text(text)),
-        "denoiser": (denoiser, ldm.unet(denoiser)),
+        "vae": (vae, ldm_names.vae(vae)),
+        "text": (text, ldm_names.open_clip_text(text)),
+        "denoiser": (denoiser, ldm_names.unet(denoiser)),
     }
 
 
@@ -214,7 +214,7 @@ def test_the_published_sd2_checkpoint_has_as_many_tensors(full_size):
 
 def test_names_are_for_any_depth():
     module = tiny_unet("sd2", "two levels")
-    network = ldm.unet(module)
+    network = ldm_names.unet(module)
     assert network.source("up_blocks.0.upsamplers.0.conv.weight").name == "output_blocks.2.1.conv.weight"
     assert network.source("up_blocks.1.attentions.2.norm.weight").name == "output_blocks.5.1.norm.weight"
 
@@ -271,7 +271,7 @@ def test_text_states_are_those_of_open_clips_tower_before_its_last_block(tmp_pat
 
     sizes = dict(hidden_size=32, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, hidden_act="gelu")
     module = build_text_model(CLIPTextConfig(vocab_size=49408, max_position_embeddings=77, **sizes)).eval()
-    assert ldm.load(path, {"text": (module, ldm.open_clip_text(module))}) == []
+    assert ldm.load(path, {"text": (module, ldm_names.open_clip_text(module))}) == []
     with torch.no_grad():
         given = module(input_ids=tokens).last_hidden_state
     assert given.shape == (3, 77, 32)
@@ -284,7 +284,7 @@ def test_sd15s_text_encoder_stands_under_its_own_names(tmp_path):
     tensors = {f"cond_stage_model.transformer.{name}": t for name, t in source.state_dict().items()}
     tensors["cond_stage_model.transformer.text_model.embeddings.position_ids"] = torch.arange(77)[None]
     path = write(tensors, tmp_path / "w.ckpt")
-    assert ldm.load(path, {"text": (target, ldm.clip_text(target))}) == []
+    assert ldm.load(path, {"text": (target, ldm_names.clip_text(target))}) == []
     assert_equal(target, source)
 
 
@@ -412,7 +412,9 @@ def test_a_text_encoder_saved_by_transformers_5_has_names_without_text_model(tmp
     of_sd15, other = tiny_text(act="quick_gelu"), tiny_text(act="quick_gelu")
     nn.init.normal_(other.text_model.final_layer_norm.weight)
     named = {f"cond_stage_model.transformer.{name}": tensor for name, tensor in of_sd15.state_dict().items()}
-    assert ldm.load(write(without_prefix(named), tmp_path / "w.ckpt"), {"text": (other, ldm.clip_text(other))}) == []
+    assert (
+        ldm.load(write(without_prefix(named), tmp_path / "w.ckpt"), {"text": (other, ldm_names.clip_text(other))}) == []
+    )
     assert_equal(other, of_sd15)
 
 
@@ -498,7 +500,7 @@ def test_missing_left_over_and_misshapen_tensors_are_listed_by_their_names_in_th
 
 def test_weights_of_another_width_are_said_to_be_so(tmp_path):
     module = tiny_text(width=32)
-    path = write(as_ldm({"text": (module, ldm.open_clip_text(module))}), tmp_path / "w.safetensors")
+    path = write(as_ldm({"text": (module, ldm_names.open_clip_text(module))}), tmp_path / "w.safetensors")
     target = {"text": tiny_networks(2)["text"]}
     (text,) = said(path, target)
     assert text.startswith(f"text: {path} does not fit: 28 of another shape (")
@@ -510,18 +512,10 @@ def test_a_text_encoder_of_another_depth_is_said_to_be_so(tmp_path):
     """Three layers in the file for two in the module; two is a file cut to what is used; all else is another model."""
     target = {"text": tiny_networks(2)["text"]}
     deeper = tiny_text(layers=4)
-    path = write(as_ldm({"text": (deeper, ldm.open_clip_text(deeper))}), tmp_path / "w.ckpt")
+    path = write(as_ldm({"text": (deeper, ldm_names.open_clip_text(deeper))}), tmp_path / "w.ckpt")
     (text,) = said(path, target)
     assert "12 left over (cond_stage_model.model.transformer.resblocks.3." in text
-    cause = "of which the last is not used: it is of another depth. " + END
-    assert text.endswith(f"; its text encoder has 4 blocks, where 3 are wanted, {cause}")
-
-    cut = as_ldm({"text": target["text"]})
-    assert ldm.problems(write(cut, tmp_path / "w.ckpt"), target) == []
-    cut["cond_stage_model.model.text_projection"] = torch.ones(16, 16)
-    assert said(write(cut, tmp_path / "w.ckpt"), target) == [
-        f"text: {path} does not fit: its text encoder has 2 blocks and a projection, where 3 are wanted, {cause}"
-    ]
+    assert ldm.problems(write(as_ldm({"text": target["text"]}), tmp_path / "w.ckpt"), target) == []
 
 
 def test_without_the_prefix_the_groups_are_listed(tmp_path):
@@ -530,50 +524,19 @@ def test_without_the_prefix_the_groups_are_listed(tmp_path):
     path = write(bare, tmp_path / "vae.safetensors")
     (text,) = said(path, {"vae": tiny_networks(2)["vae"]})
     assert text.startswith(f"vae: {path} has no first_stage_model.*. It has decoder.conv_in (2), ")
-    assert text.endswith(" more. Give a whole LDM checkpoint or a diffusers folder.")
+    assert text.endswith(" more. Give a whole LDM checkpoint or a diffusers folder of this model.")
     path = write(
         {"model.a.x": torch.ones(1), "model.b.x": torch.ones(1), "model.b.y": torch.ones(1)}, tmp_path / "w.ckpt"
     )
     assert "It has model.a (1), model.b (2). Give" in said(path)[0]
 
 
-def test_the_other_variants_text_encoder_is_named(tmp_path):
-    networks = tiny_networks(1)
-    module = tiny_text()
-    sd15 = {"vae": networks["vae"], "text": (module, ldm.clip_text(module))}
-    sd2 = {"vae": networks["vae"], "text": networks["text"]}
-    for mine, other, given, wanted, whose, variant in (
-        (sd2, sd15, "transformer", "model", "SD 1.x's", "sd15"),
-        (sd15, sd2, "model", "transformer", "SD 2's", "stock"),
-    ):
-        path = write(as_ldm(other), tmp_path / "w.ckpt")
-        (text,) = said(path, mine)
-        assert text.startswith(
-            f"text: {path} has no cond_stage_model.{wanted}.*. It has first_stage_model.encoder (104), "
-        )
-        assert text.endswith(
-            f" cond_stage_model.{given}.* is {whose} text encoder: use model.variant={variant}, or give a file of the model "
-            "that is set."
-        )
-
-
-def test_sdxl_is_named(tmp_path):
-    path = write({"conditioner.embedders.0.transformer.x": torch.ones(1)}, tmp_path / "sd_xl_base.safetensors")
-    assert any(
-        "It has conditioner.embedders (1). conditioner.embedders.* is SDXL's text encoders: use model.family=sdxl"
-        in text
-        for text in said(path)
-    )
-
-
 def test_a_folder_without_the_networks_lists_what_it_has(tmp_path):
     (tmp_path / "unet").mkdir()
     (tmp_path / "README.md").touch()
-    start = f"{tmp_path}: has no vae/, text_encoder/. A diffusers folder has one for each network; this one has: "
-    assert said(tmp_path) == [f"{start}README.md, unet/."]
-    (tmp_path / "v2.ckpt").touch()
     assert said(tmp_path) == [
-        f"{start}README.md, unet/, v2.ckpt. To load an LDM file, give its own path: {tmp_path}/v2.ckpt."
+        f"{tmp_path}: has no vae/, text_encoder/. A diffusers folder has one for each network; this one has: README.md, "
+        "unet/. To load an LDM file, give its own path."
     ]
 
 
@@ -581,8 +544,8 @@ def test_a_networks_folder_without_weights_lists_what_it_has(tmp_path):
     path = save_folder(tmp_path)
     (tmp_path / "text_encoder/model.safetensors").rename(tmp_path / "text_encoder/flax_model.msgpack")
     assert said(path) == [
-        f"text: {path}/text_encoder has none of model.safetensors, pytorch_model.bin, model.fp16.safetensors, "
-        "pytorch_model.fp16.bin. It has: config.json, flax_model.msgpack."
+        f"text: {path}/text_encoder has none of model.safetensors, pytorch_model.bin, or not all of their parts. It has: "
+        "config.json, flax_model.msgpack."
     ]
 
 
@@ -591,9 +554,7 @@ def test_a_file_that_cannot_be_read_is_said_with_its_network(tmp_path):
     file = tmp_path / "unet/diffusion_pytorch_model.safetensors"
     file.write_text("version https://git-lfs.github.com/spec/v1\n")
     [text] = said(path)
-    assert text.startswith(f"denoiser: {file}: is a git-LFS pointer, not weights: ") and text.endswith(
-        "Run: git lfs pull."
-    )
+    assert text.startswith(f"denoiser: {file}: is text, not weights: ") and text.endswith("git lfs pull).")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -641,14 +602,12 @@ def test_another_padding_is_named(tmp_path, vocabulary):
 
 def test_a_folder_without_a_tokenizer_is_said(tmp_path, vocabulary):
     (tmp_path / "vae").mkdir()
-    assert ldm.tokenizer_problem(str(tmp_path), tokenize) == (
-        f"tokenizer: {tmp_path} has no tokenizer/. It has: vae/. Copy the whole diffusers folder."
-    )
+    text = ldm.tokenizer_problem(str(tmp_path), tokenize)
+    assert text.startswith(f"tokenizer: {tmp_path}/tokenizer is missing, or is not a CLIPTokenizer's (")
+    assert text.endswith(". Copy the folder again, with vocab.json and merges.txt.")
     folder = copy_tokenizer(vocabulary, tmp_path)
     (folder / "merges.txt").unlink()
-    text = ldm.tokenizer_problem(str(tmp_path), tokenize)
-    assert text.startswith(f"tokenizer: {folder} is not a CLIPTokenizer's (")
-    assert text.endswith(". Copy the folder again, with vocab.json and merges.txt.")
+    assert ldm.tokenizer_problem(str(tmp_path), tokenize).startswith(f"tokenizer: {folder} is missing, or is not a ")
 
 
 def test_an_ldm_file_has_no_tokenizer_to_compare(tmp_path):

@@ -44,7 +44,7 @@ CONTENTS = {
 
 TEXTS = (
     *("config.yaml", "environment.json", "starts.jsonl", "metrics.jsonl", "metrics.cut.jsonl", "bad_samples.jsonl"),
-    *("summary.json", "mlperf.log", "eval.jsonl", "eval.csv"),
+    *("summary.json", "mlperf.log", "eval.jsonl"),
 )
 CHECKPOINTS: dict[str, Callable[[Path], list[Path]]] = {
     "newest full": lambda folder: listed(folder / "checkpoints", FULL)[:1],
@@ -234,11 +234,6 @@ def records(short, tmp_path_factory) -> Path:
     return folder
 
 
-def read_csv_alone(folder: Path) -> object:
-    (folder / "eval.jsonl").unlink(missing_ok=True)
-    return read_rows(folder / "eval.jsonl")
-
-
 READERS: dict[str, list[Callable[[Path], object]]] = {
     "config.yaml": [read_config, read_run],
     "environment.json": [read_run],
@@ -249,7 +244,6 @@ READERS: dict[str, list[Callable[[Path], object]]] = {
     "summary.json": [lambda folder: read_summary(folder, "batches"), read_run],
     "mlperf.log": [is_begun, lambda folder: lost_events(folder, None), read_run],
     "eval.jsonl": [lambda folder: read_rows(folder / "eval.jsonl")],
-    "eval.csv": [read_csv_alone],
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +13,7 @@ from PIL import Image
 
 from eval import EvalCommand, Table, draw
 from evaluation.plots import draw_guidance, draw_over_images, lines_of
-from evaluation.score_table import FIRST, NEEDED, add_row, read_rows, write_rows
+from evaluation.score_table import NEEDED, add_row, read_rows, write_rows
 
 ROW = {
     "model": "7",
@@ -33,7 +32,7 @@ ROW = {
 }
 
 
-def test_a_table_comes_back_as_it_was_written_from_its_lines_and_from_csv_alone(tmp_path):
+def test_a_table_comes_back_as_it_was_written(tmp_path):
     path, other = tmp_path / "eval.jsonl", {**ROW, "further": 1.5, "model": 'a, "b"'}
     write_rows(path, [ROW, other])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["eval.csv", "eval.jsonl"]
@@ -41,55 +40,23 @@ def test_a_table_comes_back_as_it_was_written_from_its_lines_and_from_csv_alone(
     table = (tmp_path / "eval.csv").read_text()
     assert table.startswith("model,snapshot,batch,images,seconds,weights,guidance,fid,clip,clip_x100,")
     expected = [{**ROW, "clip_x100": None}, {**other, "clip_x100": None}]
-    assert read_rows(path) == read_rows(tmp_path / "eval.csv") == expected
+    assert read_rows(path) == expected
     path.unlink()
-    assert read_rows(path) == read_rows(tmp_path / "eval.csv") == expected
-
-
-def test_a_folder_with_csv_alone_goes_on_and_has_both_files_with_its_first_new_row(tmp_path):
-    write_rows(tmp_path / "eval.jsonl", [ROW, {**ROW, "guidance": 3.0}])
-    (tmp_path / "eval.jsonl").unlink()
-    before = (tmp_path / "eval.csv").read_text()
-    known = {"model": "7", "guidance": 3.0}
-    assert Table(tmp_path / "eval.jsonl").get(known, dict)["fid"] == ROW["fid"]
-    assert [p.name for p in tmp_path.iterdir()] == ["eval.csv"] and (tmp_path / "eval.csv").read_text() == before
-    rest = {key: value for key, value in ROW.items() if key not in known}
-    Table(tmp_path / "eval.jsonl").get({**known, "guidance": 0.1 + 0.2}, lambda: rest)
-    assert [row["guidance"] for row in read_rows(tmp_path / "eval.jsonl")] == [8.0, 3.0, 0.1 + 0.2]
-    lines = (tmp_path / "eval.csv").read_text().splitlines()
-    assert {*lines[0].split(",")} == {*before.splitlines()[0].split(",")} and len(lines) == 4
-    assert lines[3].split(",")[FIRST.index("guidance")] == "0.30000000000000004"
+    assert read_rows(path) == []
 
 
 def test_a_committed_table_is_written_again_digit_by_digit(tmp_path):
     old = ROOT / "reports/results/shapes/guidance/eval.csv"
-    shutil.copy(old, tmp_path / "eval.csv")
-    write_rows(tmp_path / "eval.jsonl", read_rows(tmp_path / "eval.csv"))
+    write_rows(tmp_path / "eval.jsonl", read_rows(old.with_suffix(".jsonl")))
     with open(old, newline="") as before, open(tmp_path / "eval.csv", newline="") as after:
         for one, other in zip(csv.DictReader(before), csv.DictReader(after), strict=True):
             assert one == other
 
 
-def test_csv_that_does_not_say_what_the_lines_say_is_written_again(tmp_path):
-    """Its writer was killed between the two; a folder that cannot be written in is only read."""
-    path, table = tmp_path / "eval.jsonl", tmp_path / "eval.csv"
-    write_rows(path, [ROW])
-    as_it_was = table.read_text()
-    for content in ("", "fid,clip\n", as_it_was[:-1]):
-        table.write_text(content)
-        assert len(Table(path).rows) == 1 and table.read_text() == as_it_was
-    written = table.stat().st_mtime_ns
-    Table(path)
-    assert table.stat().st_mtime_ns == written
-    table.unlink()
-    table.mkdir()
-    assert len(Table(path).rows) == 1 and table.is_dir()
-
-
 def test_lines_that_are_no_rows_are_refused_by_their_number(tmp_path):
-    path, ways = tmp_path / "eval.jsonl", "Fix it or move it away, or give another out=FOLDER."
+    path = tmp_path / "eval.jsonl"
     write_rows(path, [ROW, {**ROW, "fid": 20.0}])
-    whole, again = path.read_bytes(), "Remove that line: its score is then made again."
+    whole = path.read_bytes()
 
     def refused(content: bytes) -> str:
         path.write_bytes(content)
@@ -97,16 +64,12 @@ def test_lines_that_are_no_rows_are_refused_by_their_number(tmp_path):
             read_rows(path)
         return str(caught.value).replace(str(path), "eval.jsonl")
 
-    no_object = "eval.jsonl: line {} is not a whole JSON object: '{}'. " + again
-    assert refused(whole[:-2]) == no_object.format(2, whole.split(b"\n")[1][:40].decode())
-    assert refused(b"[1]\n" + whole) == no_object.format(1, "[1]")
-    assert refused(b"[" * 50_000) == no_object.format(1, "[" * 40)
-    without = whole.replace(b'"fid": 20.0, ', b"")
-    assert refused(without) == f"eval.jsonl: line 2 is not a row of scores: it has no fid. {again}"
-    assert refused(whole + b"\xff") == f"eval.jsonl: line 3 is not UTF-8 text. {ways}"
-    for wrong in (b'"high"', b"NaN", b"true", b"[1]"):
-        said = refused(whole.replace(b'"fid": 20.0', b'"fid": ' + wrong))
-        assert said.startswith("eval.jsonl: line 2: fid is ") and said.endswith(f", not a number. {again}")
+    no_row = "eval.jsonl: line {} is not a row of scores: '{}'. Remove that line: its score is then made again."
+    assert refused(whole[:-2]) == no_row.format(2, whole.split(b"\n")[1][:40].decode())
+    assert refused(b"[1]\n" + whole) == no_row.format(1, "[1]")
+    assert refused(b"[" * 50_000) == no_row.format(1, "[" * 40)
+    assert "line 2 is not a row" in refused(whole.replace(b'"fid": 20.0, ', b""))
+    assert refused(whole + b"\xff").startswith("eval.jsonl cannot be read: 'utf-8' codec can't decode byte 0xff")
     path.write_bytes(b"")  # its only line was removed
     assert read_rows(path) == []
     path.write_bytes(whole[:-1])  # whole but for its last end of line
@@ -116,50 +79,6 @@ def test_lines_that_are_no_rows_are_refused_by_their_number(tmp_path):
 def test_a_figure_that_is_no_number_is_none_and_the_table_can_be_read(tmp_path):
     write_rows(tmp_path / "eval.jsonl", [{**ROW, "fid": float("nan")}])
     assert read_rows(tmp_path / "eval.jsonl")[0]["fid"] is None and "NaN" not in (tmp_path / "eval.jsonl").read_text()
-
-
-def test_no_file_is_an_empty_table_and_another_file_is_refused(tmp_path):
-    assert read_rows(tmp_path / "eval.csv") == []
-    (tmp_path / "eval.csv").write_text("fid,clip\n90.0,0.15\n")
-    with pytest.raises(
-        ValueError, match="eval.csv is not a table of scores: no column model, .* or give another out=FOLDER"
-    ):
-        read_rows(tmp_path / "eval.csv")
-
-
-def test_what_is_no_whole_table_is_refused_with_its_line_and_a_cut_row_is_not_taken_for_another(tmp_path):
-    path, ways = tmp_path / "eval.csv", "Fix it or move it away, or give another out=FOLDER."
-    write_rows(path, [ROW, {**ROW, "fid": 20.0}])
-    path.with_suffix(".jsonl").unlink()  # a folder of an earlier version
-    whole = path.read_text()
-    header = whole.splitlines()[0]
-    third = whole.splitlines()[2]
-
-    def refused(content: str | bytes) -> str:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        with pytest.raises(ValueError) as caught:
-            read_rows(path)
-        return str(caught.value).replace(str(path), "eval.csv")
-
-    cells = len(header.split(","))
-    again = "Remove that line: its score is then made again."
-    cut = "does not end: it may be cut off. Remove it, or end it if it is whole."
-    assert (
-        refused(whole.rpartition(",")[0] + "\n")
-        == f"eval.csv: line 3 has {cells - 1} cells, its header {cells}. {again}"
-    )
-    assert refused(whole[:-1]) == f"eval.csv: line 3 {cut}"
-    assert refused(whole[: whole.index(third) + 20]) == f"eval.csv: line 3 {cut}"
-    assert refused(whole.replace(",20.0,", ",ninety,")) == (
-        "eval.csv: line 3, column fid: 'ninety' is no value. Fix it, or remove that line."
-    )
-    assert refused(whole.encode("utf-16")) == f"eval.csv: line 1 is not UTF-8 text. {ways}"
-    assert refused(whole + '"') == f"eval.csv: line 4 cannot be read: unexpected end of data. {ways}"
-    assert refused("") == f"eval.csv is not a table of scores: no column {', '.join(NEEDED)} in its first line. {ways}"
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(ValueError, match="eval.csv cannot be read: Is a directory. Fix it or move it away"):
-        read_rows(path)
 
 
 def test_two_commands_that_write_one_table_keep_each_others_rows_and_no_row_twice(tmp_path):
@@ -226,7 +145,7 @@ def test_what_has_seen_nobody_knows_how_many_images_is_a_line_across_and_comes_b
     assert rows == [*of_run, of_images]
     draw(rows, tmp_path / "both", EvalCommand())
     assert sorted(path.name for path in (tmp_path / "both").iterdir()) == ["eval.png", "guidance.png"]
-    assert "guidance.png is drawn without imgs, where guidance or fid or clip is missing." in capsys.readouterr().err
+    capsys.readouterr()
     assert lines_of([of_images, *rows], "guidance")[0][0] == "imgs"
     Table(path).get(known, dict)
     assert capsys.readouterr().out == "model=imgs fid=90.0 clip=0.1 clip_x100=10.0 num_images=18 partial=False\n"

@@ -15,7 +15,7 @@ from test_benchmark import refused
 from torch.utils.data import DataLoader, TensorDataset
 
 import eval as eval_command
-from callbacks.evaluation import Evaluation
+from callbacks.evaluation import AtPoints
 from callbacks.quality_target import outcome
 from callbacks.sample_grid import grid_of
 from cli.command_line import parse_command_line
@@ -166,13 +166,13 @@ class Mean(ComposerModel):
 def test_evaluations_are_in_no_clock_that_a_checkpoint_keeps():
     """So that `seconds` stay right through a stop, a start without evaluation, and one with it again."""
     lines: list[dict] = []
-    evaluation = Evaluation(
-        lambda: time.sleep(2.0) or {"eval_sec": 2.0},
+    evaluation = AtPoints(
+        lambda: time.sleep(2.0),
+        lambda where, found, logger: lines.append(where),
         every_images=2,
         average=None,
         clock=contextlib.nullcontext,
-        earlier=lambda: lines,
-        keep=lambda line, logger: lines.append(line),
+        is_done=lambda batch: any(line["batch"] == batch for line in lines),
     )
     data = DataLoader(TensorDataset(torch.zeros(6, 1)), batch_size=2)
     trainer = Trainer(
@@ -189,7 +189,6 @@ def test_evaluations_are_in_no_clock_that_a_checkpoint_keeps():
     took_sec = time.monotonic() - began
     assert [line["batch"] for line in lines] == [1, 2, 3, 4]
     assert 0.0 < lines[0]["seconds"] < lines[-1]["seconds"] < took_sec - 4 * 2.0 + 0.5  # all but the evaluations
-    assert lines[-1]["seconds_with_eval"] == pytest.approx(lines[-1]["seconds"] + 8.0)
     assert Progress.of(trainer.state).seconds == pytest.approx(lines[-1]["seconds"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from callbacks.sample_grid import path_of, write_grid
 from cli import ranks
 from cli.log import log
 from data import open_stages
-from evaluation.drawing import Generator
 from evaluation.scoring import CPU_BATCH_SIZE
 from model import LatentDiffusion
 from stages.dataset import Stage
@@ -23,7 +23,7 @@ from stages.stream import BatchStream
 from training.checkpoints import Checkpointer
 from training.eval_callbacks import Pause
 from training.run_config import RunConfig
-from training.samples import Sampler, read_captions, shown
+from training.samples import draw_samples, read_captions, shown
 from training.validation import MAX_CHUNK, Validator, check_apart, check_samples
 from zoo.spec import Family, as_size
 
@@ -92,16 +92,17 @@ def build_validation(
     )
 
 
-def build_samples(config: RunConfig, model: Generator, pause: Pause) -> AtPoints | None:
+def build_samples(config: RunConfig, model: LatentDiffusion, pause: Pause) -> AtPoints | None:
     """Build the callback that draws grids, or None. All ranks call it. Raises ValueError: the prompts cannot be read."""
     given, how, folder = config.samples, config.eval, pause.record.folder
     if given.every_images is None:
         return None
     assert isinstance(config.device_train_microbatch_size, int)
-    sampler = Sampler(
+    draw = functools.partial(
+        draw_samples,
         model,
         read_captions(given.prompts or how.prompts or "")[: how.samples],
-        dict(sampler=how.sampler, steps=how.steps, guidance=how.guidances()[0]),
+        ways=dict(sampler=how.sampler, steps=how.steps, guidance=how.guidances()[0]),
         size=config.size if how.image_size is None else (*as_size(how.image_size), *config.size[2:]),
         seed=config.seed,
         batch_size=how.batch_size or min(CPU_BATCH_SIZE, config.device_train_microbatch_size),
@@ -117,9 +118,7 @@ def build_samples(config: RunConfig, model: Generator, pause: Pause) -> AtPoints
     def is_done(batch: int) -> bool:
         return is_drawn and batch == begun_at  # later ones may be of batches that the last start has lost
 
-    return pause.at_points(
-        "samples", sampler.draw, keep, every_images=given.every_images, from_start=True, is_done=is_done
-    )
+    return pause.at_points(draw, keep, every_images=given.every_images, from_start=True, is_done=is_done)
 
 
 def catch_up(trainer: Trainer, checkpointer: Checkpointer, *points: AtPoints[Any] | None) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 import torch
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.utils import dist
-from torch import Tensor
 
 from cli.errors import ConfigError
 from cli.private_api import require_private_api
@@ -63,23 +61,3 @@ def composer_precision(device: Device, precision: str) -> str:
     """Return Composer's name for a run's precision, i.e. the autocast that it opens around a step (on a GPU only)."""
     names: dict[torch.dtype | None, str] = {torch.bfloat16: "amp_bf16", torch.float16: "amp_fp16"}
     return names.get(AUTOCAST_DTYPES.get(precision), "fp32") if device.name == "gpu" else "fp32"
-
-
-class CopyStream:
-    """Copies a batch from pinned memory to a GPU; Composer's `batch_transforms` call it before its own copy.
-
-    On the computation's stream, a copy waits for all queued work. On its own stream it begins at once, during the step
-    before. That helps only if the host is ahead of the device, which needs `async_loss`.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device, self.stream = device, torch.cuda.Stream(device)
-
-    def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        computing = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self.stream):
-            moved = {name: column.to(self.device, non_blocking=True) for name, column in batch.items()}
-        computing.wait_stream(self.stream)
-        for column in moved.values():
-            column.record_stream(computing)  # its memory is reused only after the computation has read it
-        return moved

@@ -16,7 +16,7 @@ import torch
 from composer import Logger
 from composer.utils import dist
 
-from callbacks.evaluation import AtPoints, Evaluation, Found, Line
+from callbacks.evaluation import AtPoints, Found, Line
 from callbacks.mlperf_log import MLPerfLog
 from callbacks.quality_target import SCORES, TARGET_KEYS, QualityTarget
 from callbacks.run_record import RunRecord
@@ -76,12 +76,9 @@ class Pause:
         self, measure: Callable[[], Found], keep: Callable[[Line, Found, Logger], None], **more: Any
     ) -> AtPoints:
         """Build the callback of such work; the arguments are those of AtPoints."""
-        return AtPoints(self.settled(measure), keep, **more, **self.how())
-
-    def how(self) -> dict[str, Any]:
-        """Return how the clock, the weights and signals are handled."""
         stop = self.checkpointer.stop_between_batches
-        return {"average": self.average, "clock": self.throughput.evaluating, "stop": stop}
+        more |= {"average": self.average, "clock": self.throughput.evaluating, "stop": stop}
+        return AtPoints(self.settled(measure), keep, **more)
 
     def settled(self, measure: Callable[[], Found]) -> Callable[[], Found]:
         """Return `measure` with all losses read before it.
@@ -98,9 +95,7 @@ class Pause:
         return settled
 
 
-def build_evaluation(
-    config: RunConfig, scorer: Scorer | None, model: LatentDiffusion, pause: Pause
-) -> Evaluation | None:
+def build_evaluation(config: RunConfig, scorer: Scorer | None, model: LatentDiffusion, pause: Pause) -> AtPoints | None:
     """Connect scorer, clock, record, signals and the sample grid; None if the run is not evaluated in training."""
     if scorer is None:
         return None
@@ -108,19 +103,22 @@ def build_evaluation(
     scorer.signal = lambda: pause.checkpointer.signal
     record.facts["points_not_evaluated"] = count_unevaluated(config, pause.throughput.images, record.evaluations)
 
-    def keep(line: Line, logger: Logger) -> None:
-        record.add_evaluation(line, logger)
+    def keep(where: Line, score: Line, logger: Logger) -> None:
+        evaluations_sec = score["eval_sec"] + sum(line["eval_sec"] for line in record.evaluations)
+        where |= {"seconds_with_eval": where["seconds"] + evaluations_sec}
+        where |= {
+            "eval_weights": "training" if pause.average is None else "ema"
+        }  # as configured: the EMA may begin later
+        record.add_evaluation(where | score, logger)
         scorer.written()
         if dist.get_global_rank() == 0 and not config.samples.is_given:  # else the grids have their own points
-            write_grid(record.folder, line["images"], scorer.samples, logger, shown)
+            write_grid(record.folder, where["images"], scorer.samples, logger, shown)
 
-    assert config.eval.every_images is not None
-    return Evaluation(
-        pause.settled(lambda: scorer.score(model, config.eval.guidances()[0])),
+    return pause.at_points(
+        lambda: scorer.score(model, config.eval.guidances()[0]),
+        keep,
         every_images=config.eval.every_images,
-        earlier=lambda: record.evaluations,
-        keep=keep,
-        **pause.how(),
+        is_done=lambda batch: any(line["batch"] == batch for line in record.evaluations),
     )
 
 
@@ -138,7 +136,7 @@ def count_unevaluated(config: RunConfig, images: int, evaluations: Sequence[Mapp
     return len(missing)
 
 
-def build_target(config: RunConfig, evaluation: Evaluation | None, record: RunRecord) -> QualityTarget:
+def build_target(config: RunConfig, evaluation: AtPoints | None, record: RunRecord) -> QualityTarget:
     """Build the callback that ends a run at its target: by its validations where that is a loss, else by its scores."""
 
     def lines() -> Sequence[Mapping[str, Any]]:

@@ -32,17 +32,10 @@ UNREAD: tuple[str, ...] = ("run_name", "run_folder", "data.remote", "data.local"
 UNREAD += ("model.denoiser", "validation.", "loggers.", "mlperf.")
 """Of a run's files: where a variable that stands there is not set, its scores are the same."""
 DECIDING = {
-    *(
-        "eval.statistics",
-        "eval.inception",
-        "eval.resize",
-        "eval.precision",
-        "eval.clip",
-        "eval.prompts",
-        "eval.num_prompts",
-    ),
+    *("eval.statistics", "eval.inception", "eval.resize", "eval.precision", "eval.clip", "eval.prompts"),
+    *("eval.num_prompts", "eval.guidance", "eval.steps", "eval.sampler", "eval.image_size", "eval.weights"),
     *("model.family", "model.preset", "model.variant", "objective.prediction", "image_size", "precision", "seed"),
-    *("eval.guidance", "eval.steps", "eval.sampler", "eval.image_size", "eval.weights", "target.fid", "target.clip"),
+    *("target.fid", "target.clip"),
 }
 """What a target is met with: given in another way than in a run's files, its scores are a trial."""
 

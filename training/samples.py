@@ -6,27 +6,23 @@ and `weights` hold for both, and a prompt's noise comes from the run's seed and 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from composer.utils import dist
 from PIL import Image
 from torch import Tensor
 
-from cli.files import read_regular
-from cli.limits import MAX_CAPTION, ImageSize, file_problem, limited
+from cli.limits import file_problem, limited
 from cli.log import log
-from cli.ranks import Hearing, Signalled
-from evaluation.drawing import Generator, Heard, as_bytes, chunks_of, gathered, generate
-from evaluation.prompts import Prompt, read_prompts
+from cli.ranks import Signalled
+from evaluation.drawing import as_bytes, drawn, gathered
+from evaluation.prompts import Prompt, caption_problem, read_file, read_prompts
 from evaluation.scoring import EvalConfig, rounded_up
+from model import LatentDiffusion
 from reports.samples import captioned
-from zoo.sampling import shard
 
 LEAST_TILE_PX = 128  # a caption is written under each image
 
@@ -82,18 +78,11 @@ def read_captions(path: str) -> Sequence[Prompt]:
     """
     if path.endswith(".tsv"):
         return read_prompts(path).prompts
-    try:
-        lines = read_regular(Path(path).expanduser()).decode("utf-8-sig").splitlines()
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read: {error.strerror}. Give a file with a caption in each line."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start:,}). Give a caption in each line.") from error
+    lines = read_file(path, "Give a file with a caption in each line").decode("utf-8-sig").splitlines()
     found = [Prompt(number, number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    if wrong := next((prompt for prompt in found if "\0" in prompt.caption or len(prompt.caption) > MAX_CAPTION), None):
-        given = f"{path}: line {wrong.number:,} has a NUL character, or more than {MAX_CAPTION:,} characters"
-        raise ValueError(f"{given}. Take it out.")
+    for prompt in found:
+        if text := caption_problem(prompt.caption):
+            raise ValueError(f"{path}: line {prompt.number:,} has a caption {text}. Fix it, or remove that line.")
     if not found:
         raise ValueError(f"{path} has no caption. Give one in each line.")
     return found
@@ -102,53 +91,30 @@ def read_captions(path: str) -> Sequence[Prompt]:
 def shown(samples: Sequence[tuple[str, Tensor]]) -> np.ndarray:
     """Return one picture of captions and images, uint8 (H, W, 3), for loggers; the order is that of the grid."""
     tiles = [Image.fromarray(image.permute(1, 2, 0).numpy()) for _, image in samples]
-    columns = math.ceil(math.sqrt(len(tiles)))
-    return np.asarray(
-        captioned(tiles, [caption for caption, _ in samples], max(LEAST_TILE_PX, tiles[0].width), columns)
-    )
+    columns, tile_px = math.ceil(math.sqrt(len(tiles))), max(LEAST_TILE_PX, tiles[0].width)
+    return np.asarray(captioned(tiles, [caption for caption, _ in samples], tile_px, columns))
 
 
-class Sampler:
-    """Draws the images of a grid on all ranks.
+def draw_samples(
+    model: LatentDiffusion, prompts: Sequence[Prompt], *, signal: Callable[[], int], **how: Any
+) -> list[tuple[str, Tensor]]:
+    """Draw the images of a grid on all ranks.
 
     Args:
         prompts: one image each.
-        ways: sampler, steps and guidance.
-        size: of the images, px.
-        seed: of the prompts' noise.
-        batch_size: images of a pass.
-        signal: returns the signal that this rank has received, 0: none.
+        signal, how: as of `evaluation.drawing.drawn`.
+
+    Returns:
+        Captions and images, (3, H, W) uint8, in the order of the prompts.
+
+    Raises:
+        Signalled: a rank has received a signal.
     """
-
-    def __init__(
-        self,
-        model: Generator,
-        prompts: Sequence[Prompt],
-        ways: dict[str, Any],
-        *,
-        size: ImageSize,
-        seed: int,
-        batch_size: int,
-        signal: Callable[[], int],
-    ):
-        self.model, self.prompts, self.ways, self.signal = model, prompts, ways, signal
-        self.size, self.seed, self.batch_size = size, seed, batch_size
-
-    def draw(self) -> list[tuple[str, Tensor]]:
-        """Return captions and images, (3, H, W) uint8, in the order of the prompts. Raises Signalled: a rank has had one."""
-        places = shard(len(self.prompts), dist.get_global_rank(), dist.get_world_size())
-        chunks = list(chunks_of([self.prompts[place] for place in places], self.batch_size))
-        hearing = Hearing(self.signal, len(chunks), in_step=self.model.in_step)
-        mine: list[tuple[str, Tensor]] = []
-        with contextlib.suppress(Heard):
-            for piece in hearing.pieces(chunks):
-                chunk = piece or self.prompts[:1]  # None: others in step are not through
-                images = generate(self.model, chunk, self.batch_size, self.size, self.seed, self.ways, hearing)
-                if piece is None:
-                    continue
-                mine += zip([prompt.caption for prompt in chunk], as_bytes(images), strict=False)
-                hearing.done()
-        if number := hearing.agreed():
-            log.info("samples: stopped by a signal; the next start draws them anew.")
-            raise Signalled(number)
-        return gathered(mine)
+    mine: list[tuple[str, Tensor]] = []
+    try:
+        for chunk, images in drawn(model, prompts, signal=signal, **how):
+            mine += zip([prompt.caption for prompt in chunk], as_bytes(images), strict=False)
+    except Signalled:
+        log.info("samples: stopped by a signal; the next start draws them anew.")
+        raise
+    return gathered(mine)

@@ -143,13 +143,11 @@ def score_images(config: EvalCommand, place: Place, table: Table, device: torch.
     """Score a folder of images; their captions are those of the prompts that their names give."""
     paths = ranks.on_rank_zero(lambda: list_images(place.path))
     facts: Row = {"partial": False}
-    captions = dict.fromkeys(paths, "")
-    numbers: dict[Path, Any] = {path: path.name for path in paths}
+    of: dict[Path, tuple[Any, str]] = {path: (path.name, "") for path in paths}
     if config.eval.prompts is not None:
         prompt_set = read_prompts(config.eval.prompts, config.eval.num_prompts)
-        matched = match_prompts(paths, prompt_set)
-        captions = {path: prompt.caption for path, prompt in zip(paths, matched, strict=True)}
-        numbers = {path: prompt.number for path, prompt in zip(paths, matched, strict=True)}
+        matched = zip(paths, match_prompts(paths, prompt_set), strict=True)
+        of = {path: (prompt.number, prompt.caption) for path, prompt in matched}
         facts = {"partial": prompt_set.partial, "prompts_sha256": prompt_set.sha256}
     meter = config.eval.meter()
     meter.say_what_is_short(len(paths))
@@ -158,8 +156,7 @@ def score_images(config: EvalCommand, place: Place, table: Table, device: torch.
     def score() -> Row:
         with meter.on(device):
             for names, images in image_batches(mine, config.eval.batch_size or 16):
-                unit = images.to(device).float() / 255.0
-                meter.add(unit, [numbers[name] for name in names], [captions[name] for name in names])
+                meter.add(images.to(device).float() / 255.0, *zip(*[of[name] for name in names], strict=True))
             return meter.figures()
 
     what = {"model": place.name, "images_in_folder": len(paths), "images_fingerprint": digest_of(paths)}
@@ -173,7 +170,9 @@ def _scored(table: Table, where: Row, scorer: Scorer, model: LatentDiffusion, gu
         return {key: value for key, value in scorer.score(model, guidance).items() if key in FIGURES}
 
     with ranks.stopping_together() as scorer.signal:
-        return table.get({**where, **scorer.settings(guidance)}, figures, lambda: scorer.forget(model, guidance))
+        row = table.get({**where, **scorer.settings(guidance)}, figures)
+        scorer.written()
+        return row
 
 
 def build_at(config: EvalCommand, place: Place, device: torch.device) -> LatentDiffusion:
@@ -191,13 +190,12 @@ def build_at(config: EvalCommand, place: Place, device: torch.device) -> LatentD
 def _ready(config: EvalCommand, place: Place, folder: Path, device: torch.device) -> tuple[LatentDiffusion, Scorer]:
     """Build the model and what scores it, the batch size found: a run keeps it in later.yaml; `folder`: of the table."""
     model = build_at(config, place, device)
-    of_model = {"precision": config.precision, **config.objective.of_scores()}
     is_own = place.kind == "run" and config.eval.image_size is None and config.out is None
     scorer = Scorer(
         config.eval,
         size=config.size,
         seed=config.seed,
-        settings=of_model,
+        settings={"precision": config.precision, **config.objective.of_scores()},
         show_progress=config.loggers.progress_bar,
         found=(lambda batch_size: keep(place.path, batch_size)) if is_own else lambda batch_size: None,
         parts=Parts(folder / unfinished.NAME, is_alone=False),

@@ -116,7 +116,7 @@ class ValidationConfig:
         found = self.source(data, stage.kind).problems(1, made_for, encodings)
         own = {"data.remote": "validation.remote", "data.local": "validation.local"}
         return [
-            (own[key], _renamed(text, own))
+            (own[key], text.replace(" data.remote", " validation.remote").replace(" data.local", " validation.local"))
             if key in own
             else ("validation.remote", f"does not fit this run: {key}: {text}")
             for key, text in found
@@ -125,12 +125,6 @@ class ValidationConfig:
 
 def _is_same(one: str, other: str) -> bool:
     return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
-
-
-def _renamed(text: str, names: Mapping[str, str]) -> str:
-    for name, own in names.items():
-        text = text.replace(f" {name}", f" {own}")
-    return text
 
 
 # --- what is validated ---

@@ -279,7 +279,7 @@ def _has(path: Path, part: str) -> bool:
 
 def _placed(
     family: Family, module: nn.Module, path: Path, weights: Literal["ema", "training"] = "training"
-) -> tuple[dict[str, tuple[nn.Module, ldm.Network]], str | None]:
+) -> tuple[dict[str, tuple[nn.Module, ldm_names.Network]], str | None]:
     """Return the denoiser's place in a folder or file, and whose weights are taken of a file that has EMA weights.
 
     Raises ValueError: the file cannot be read.

@@ -72,41 +72,27 @@ def open_weights(path: Path) -> WeightsFile:
     except Refused:
         raise
     except Exception as error:  # a garbled pickle can fail in any way
-        raise Refused(
-            f"{path}: cannot be read as a weights file ({_reason(error)}). Known: safetensors and files of torch.save. "
-            "It may be damaged: fetch it again."
-        ) from error
+        way = "Known: safetensors and files of torch.save. It may be damaged: fetch it again"
+        raise Refused(f"{path}: cannot be read as a weights file ({_reason(error)}). {way}.") from error
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    if not path.exists():
-        raise Refused(
-            f"{path}: there is no such file. Give the path of a weights file (.safetensors, .ckpt, .pt, .bin)."
-        )
     if not path.is_file():
-        raise Refused(
-            f"{path}: is {'a folder' if path.is_dir() else 'no regular file'}. Give the path of a weights file."
-        )
+        raise Refused(f"{path}: there is no such file. Give a weights file (.safetensors, .ckpt, .pt, .bin).")
     with open(path, "rb") as file:
         head = file.read(512)
-    if not head:
-        raise Refused(f"{path}: is empty (0 bytes). Fetch it again.")
     if head.startswith(b"PK\x03\x04"):
         return _state_dict(path, _load_zip(path))
-    if _is_text(head):
-        begin = " ".join(head.decode("utf-8", errors="ignore").split())[:40]
-        pointer = begin.startswith("version https://git-lfs")
-        way = "Run: git lfs pull." if pointer else "Fetch the file itself."
-        kind = "a git-LFS pointer" if pointer else "a web page" if begin.startswith("<") else "a text file"
-        raise Refused(f"{path}: is {kind}, not weights: it begins '{begin}'. {way}")
-    if head[8:9] == b"{" or (path.suffix == ".safetensors" and head[:1] != b"\x80"):
+    if head[8:9] == b"{":
+        return _load_safetensors(path)
+    if head.isascii() and b"\0" not in head:  # a git-LFS pointer, or a server's page
+        begin = shown(" ".join(head.decode().split())[:40])
+        raise Refused(
+            f"{path}: is text, not weights: it begins '{begin}'. Fetch the file itself (or run: git lfs pull)."
+        )
+    if path.suffix == ".safetensors" and head[:1] != b"\x80":
         return _load_safetensors(path)
     return _state_dict(path, _load(path, mmap=False))
-
-
-def _is_text(head: bytes) -> bool:
-    text = head.decode("utf-8", errors="ignore")
-    return len(text.encode()) > len(head) - 4 and all(char.isprintable() or char in "\t\r\n" for char in text)
 
 
 def _reason(error: Exception) -> str:
@@ -153,9 +139,8 @@ def open_sharded(index: Path) -> WeightsFile:
         table = json.loads(index.read_bytes())["weight_map"]
         assert all(isinstance(text, str) and Path(text).name == text for text in table.values())
     except Exception as error:  # a garbled file can fail in any way
-        raise Refused(
-            f"{index}: is no index of weights (JSON with weight_map: tensor -> file). Fetch it again."
-        ) from error
+        text = "is no index of weights (JSON with weight_map: tensor -> file). Fetch it again"
+        raise Refused(f"{index}: {text}.") from error
     parts = {name: open_weights(index.with_name(name)).tensors for name in sorted(set(table.values()))}
     stored = {(tensor, name) for name, part in parts.items() for tensor in part}
     if wrong := sorted(stored ^ set(table.items())):
@@ -182,10 +167,9 @@ def check_records(path: Path, archive: zipfile.ZipFile) -> None:
     """Raise ValueError if a record of a zip file of torch.save may be longer than the file is."""
     for record in archive.infolist():
         if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
-            raise Refused(
-                f"{path}: its record {shown(record.filename)} is compressed, {record.compress_size:,} bytes for "
-                f"{record.file_size:,}. torch.save compresses none: save it again with torch.save, or fetch another file."
-            )
+            sizes = f"{record.compress_size:,} bytes for {record.file_size:,}"
+            way = "torch.save compresses none: save it again with torch.save, or fetch another file"
+            raise Refused(f"{path}: its record {shown(record.filename)} is compressed, {sizes}. {way}.")
 
 
 class _Inert:
@@ -232,10 +216,8 @@ def _state_dict(path: Path, content: Any) -> dict[str, Tensor]:
     if not tensors:
         keys = ", ".join(shown(str(key)) for key in list(table)[:10]) or "none"
         where = " under state_dict" if table is inner else ""
-        raise Refused(
-            f"{path}: holds no tensors{' there' if where else ''} by name: its keys{where} are {keys}. "
-            'Save the dictionary of tensors itself, or under "state_dict".'
-        )
+        way = 'Save the dictionary of tensors itself, or under "state_dict"'
+        raise Refused(f"{path}: holds no tensors by name: its keys{where} are {keys}. {way}.")
     return tensors
 
 

@@ -3,7 +3,7 @@
 `problems` compares names and shapes and reports misfits with their likely cause; `load` copies the tensors. Both take a
 diffusers folder or an LDM file; weights/ldm_names.py describes these two and maps the tensors' names.
 
-    networks = {"vae": (module, ldm.vae(module)), "text": (clip, ldm.open_clip_text(clip))}
+    networks = {"vae": (module, ldm_names.vae(module)), "text": (clip, ldm_names.open_clip_text(clip))}
     ldm.problems("512-base-ema.ckpt", networks) or ldm.load("512-base-ema.ckpt", networks)
 
 Ours, not diffusers' from_single_file: that one builds modules of its own by a configuration that it guesses, and fetches.
@@ -24,44 +24,10 @@ from torch import Tensor, nn
 from weights.clip_text import END_TOKEN
 from weights.files import WeightsFile, open_sharded, open_weights, shown, weight_files
 from weights.hub_names import place
-from weights.ldm_names import (
-    CLIP_PREFIX,
-    OPEN_CLIP_PREFIX,
-    POSITION_IDS,
-    SDXL_PREFIX,
-    Network,
-    Source,
-    clip_text,
-    open_clip_text,
-    stored_name,
-    unet,
-    vae,
-)
-
-__all__ = [
-    "Network",
-    "Networks",
-    "Source",
-    "clip_text",
-    "load",
-    "open_clip_text",
-    "problems",
-    "tokenizer_problem",
-    "unet",
-    "vae",
-]
-
-VARIANT_OF = {("guidance_embeds", True): "dev", ("guidance_embeds", False): "schnell"}
-"""What a configuration states -> the variant that it is of."""
+from weights.ldm_names import POSITION_IDS, Network, Source, stored_name
 
 # The attention of a VAE in older diffusers; the published VAEs of SD 1.x and 2 still use these names
 OLD_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
-
-OF_TEXT_ENCODERS = {
-    OPEN_CLIP_PREFIX: "SD 2's text encoder: use model.variant=stock",
-    CLIP_PREFIX: "SD 1.x's text encoder: use model.variant=sd15",
-    SDXL_PREFIX: "SDXL's text encoders: use model.family=sdxl",
-}
 
 Networks = Mapping[str, tuple[nn.Module, Network]]
 """Name in messages, e.g. "vae" -> the module and its place."""
@@ -101,19 +67,20 @@ def _examine(path: str, networks: Networks) -> tuple[dict[str, _Place], list[str
 
 def _examine_folder(root: Path, networks: Networks) -> tuple[dict[str, _Place], list[str]]:
     folders = {label: _folder_of(root, network, len(networks)) for label, (_, network) in networks.items()}
-    absent = [f"{network.folder}/" for label, (_, network) in networks.items() if not folders[label].is_dir()]
-    if absent:
-        return {}, [_no_such_folders(root, absent)]
+    if absent := [f"{network.folder}/" for label, (_, network) in networks.items() if not folders[label].is_dir()]:
+        has = f"A diffusers folder has one for each network; this one has: {_listing(root)}"
+        return {}, [f"{root}: has no {', '.join(absent)}. {has}. To load an LDM file, give its own path."]
     places, found = {}, []
     for label, (module, network) in networks.items():
         folder = folders[label]
         found += _other_facts(label, folder, network)
-        there = [path.name for path in folder.iterdir()]
-        files = weight_files(there, network.stems)
-        if not files:
-            found.append(f"{label}: {folder} {_no_weights(there, network.stems)} It has: {_listing(folder)}.")
-            continue
+        files = weight_files([path.name for path in folder.iterdir()], network.stems)
         try:
+            if not files:
+                names = f"{network.stems[0]}.safetensors, {network.stems[1]}.bin"
+                raise ValueError(
+                    f"{folder} has none of {names}, or not all of their parts. It has: {_listing(folder)}."
+                )
             weights = open_sharded(folder / files[0]) if len(files) > 1 else open_weights(folder / files[0])
         except ValueError as error:
             found.append(f"{label}: {error}")
@@ -122,7 +89,7 @@ def _examine_folder(root: Path, networks: Networks) -> tuple[dict[str, _Place], 
         places[label] = _Place(weights, sources)
         unused = network.unused if network.only_folders else POSITION_IDS  # else it is of a single file's names
         left_over = [n for n in weights.entries if not (POSITION_IDS.fullmatch(n) or unused.fullmatch(n))]
-        found += _misfits(label, module, places[label], left_over, None)
+        found += _misfits(label, module, places[label], left_over)
     return places, found
 
 
@@ -136,62 +103,56 @@ def _folder_of(root: Path, network: Network, num_networks: int) -> Path:
 
 def _examine_file(path: Path, networks: Networks) -> tuple[dict[str, _Place], list[str]]:
     if of_folders := [label for label, (_, network) in networks.items() if network.only_folders]:
-        named = ", ".join(of_folders)
-        return {}, [
-            f"{path}: is one file, but {named} of this model are read from folders alone. Give a diffusers folder."
-        ]
+        given = f"{path}: is one file, but {', '.join(of_folders)} of this model are read from folders alone"
+        return {}, [f"{given}. Give a diffusers folder."]
     try:
         weights = open_weights(path)
     except ValueError as error:
         return {}, [str(error)]
-    places = {}
-    for label, (module, network) in networks.items():
-        sources = {name: network.source(name) for name in module.state_dict()}
-        for ours, source in sources.items():
-            sources[ours] = replace(
-                source, name=stored_name(network.prefix + source.name, weights.entries, network.prefix)
-            )
-        places[label] = _Place(weights, sources)
-    found = []
+    places, found = {}, []
     for label, (module, network) in networks.items():
         rests = {name.removeprefix(network.prefix): name for name in weights.entries if name.startswith(network.prefix)}
         if not rests:
-            found.append(f"{label}: {_no_such_prefix(weights, network.prefix)}")
+            given = f"{label}: {path} has no {network.prefix}*. It has {_groups(weights.entries)}"
+            found.append(f"{given}. Give a whole LDM checkpoint or a diffusers folder of this model.")
             continue
+        sources = {}
+        for name in module.state_dict():
+            source = network.source(name)
+            named = stored_name(network.prefix + source.name, weights.entries, network.prefix)
+            sources[name] = replace(source, name=named)
+        places[label] = _Place(weights, sources)
         left_over = [name for rest, name in rests.items() if not network.unused.match(rest)]
         found += _facts_beside(label, path, network)
-        found += _misfits(label, module, places[label], left_over, network.contradiction(rests.keys()))
+        found += _misfits(label, module, places[label], left_over)
     return places, found
 
 
-def _misfits(label: str, module: nn.Module, place: _Place, left_over: Iterable[str], cause: str | None) -> list[str]:
+def _misfits(label: str, module: nn.Module, place: _Place, left_over: Iterable[str]) -> list[str]:
     """Compare names and shapes; return one message at most. `left_over`: names in the file that have to be used."""
-    entries = place.weights.entries
-    wanted = {}
-    for ours, tensor in module.state_dict().items():
-        source = place.sources[ours]
-        wanted[source.name] = source.shape_in_file(tensor.shape)
-    there = [name for name in wanted if name in entries]
+    entries, own = place.weights.entries, module.state_dict()
+    wanted = {source.name: tuple(source.shape_in_file(own[ours].shape)) for ours, source in place.sources.items()}
+    there = {name: entries[name] for name in wanted if name in entries}
     shapes = [
-        f"{name} is {entries[name][1]}, wanted {tuple(wanted[name])}"
-        for name in there
-        if not _fits(entries[name][1], tuple(wanted[name]))
+        f"{name} is {shape}, wanted {wanted[name]}"
+        for name, (_, shape) in there.items()
+        if not _fits(shape, wanted[name])
     ]
-    types = [f"{name} is {_words(entries[name][0])}" for name in there if not entries[name][0].is_floating_point]
     kinds = (
         ("missing", [name for name in wanted if name not in entries]),
         ("left over", [name for name in left_over if name not in wanted]),
         ("of another shape", shapes),
-        ("of no floating-point type", types),
+        (
+            "of no floating-point type",
+            [f"{n} is {_words(t)}" for n, (t, _) in there.items() if not t.is_floating_point],
+        ),
     )
     said = [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds if names]
-    said += [cause] if cause else []
     if not said:
         return []
     width = " These are weights of another width." if len(shapes) > len(there) / 2 else ""
-    return [
-        f"{label}: {place.weights.path} does not fit: {'; '.join(said)}.{width} Give the weights of this model in this size."
-    ]
+    given = f"{label}: {place.weights.path} does not fit: {'; '.join(said)}"
+    return [f"{given}.{width} Give the weights of this model in this size."]
 
 
 def _fits(stored: Sequence[int], wanted: Sequence[int]) -> bool:
@@ -207,20 +168,13 @@ def _other_facts(label: str, folder: Path, network: Network) -> list[str]:
     except (OSError, ValueError):
         stated = None
     if not isinstance(stated, dict):
-        return [
-            f"{label}: {path} is missing or no JSON of a configuration. Copy the folder again, with its config.json."
-        ]
+        given = f"{label}: {path} is missing or no JSON of a configuration"
+        return [f"{given}. Copy the folder again, with its config.json."]
     return [
-        f"{label}: {path} has {key} {stated[key]}, this model's has {ours}: it is of another model. Give this model's"
-        f"{_or_its_variant(key, stated[key])}."
+        f"{label}: {path} has {key} {stated[key]}, this model's has {ours}: it is of another model. Give this model's."
         for key, ours in network.facts.items()
         if key in stated and not _same(stated[key], ours)
     ]
-
-
-def _or_its_variant(key: str, stated: Any) -> str:
-    variant = VARIANT_OF.get((key, stated)) if isinstance(stated, bool) else None
-    return f", or use model.variant={variant}" if variant else ""
 
 
 def _facts_beside(label: str, path: Path, network: Network) -> list[str]:
@@ -245,31 +199,6 @@ def _name_in_folder(name: str, names: Collection[str]) -> str:
     for new, old in OLD_ATTENTION.items():
         older = older.replace(new, old)
     return older if name not in names and older in names else stored_name(name, names)
-
-
-# --- likely causes ---
-
-
-def _no_weights(there: Collection[str], stems: tuple[str, str]) -> str:
-    modern, old = stems
-    if parts := [name for name in there if name.startswith(stems) and "-of-" in name]:
-        return f"has {len(parts)} of several files of weights, but not all, or no index. Fetch the others."
-    names = [f"{modern}.safetensors", f"{old}.bin", f"{modern}.fp16.safetensors", f"{old}.fp16.bin"]
-    return f"has none of {', '.join(names)}."
-
-
-def _no_such_folders(root: Path, absent: Sequence[str]) -> str:
-    text = f"{root}: has no {', '.join(absent)}. A diffusers folder has one for each network; this one has: {_listing(root)}."
-    files = sorted(p for p in root.iterdir() if p.suffix in {".ckpt", ".safetensors", ".pt"} and p.is_file())
-    return f"{text} To load an LDM file, give its own path: {_some([str(p) for p in files])}." if files else text
-
-
-def _no_such_prefix(weights: WeightsFile, prefix: str) -> str:
-    text = f"{weights.path} has no {prefix}*. It has {_groups(weights.entries)}."
-    for other, whose in OF_TEXT_ENCODERS.items():
-        if prefix in OF_TEXT_ENCODERS and prefix != other and any(name.startswith(other) for name in weights.entries):
-            return f"{text} {other}* is {whose}, or give a file of the model that is set."
-    return f"{text} Give a whole LDM checkpoint or a diffusers folder."
 
 
 def _groups(names: Iterable[str]) -> str:
@@ -321,12 +250,9 @@ def _fill(label: str, module: nn.Module, place: _Place) -> None:
         assert not tensor.is_meta, ours
         source = place.sources[ours]
         values = source.taken(place.weights.tensor(source.name)).reshape(tensor.shape).float()
-        num_bad = int((~torch.isfinite(values)).sum())
-        if num_bad:
-            raise ValueError(
-                f"{label}: {place.weights.path}: {source.name} has {num_bad} of {values.numel()} values that are not finite. "
-                "Fetch the file again, or give other weights."
-            )
+        if num_bad := int((~torch.isfinite(values)).sum()):
+            given = f"{source.name} has {num_bad} of {values.numel()} values that are not finite"
+            raise ValueError(f"{label}: {place.weights.path}: {given}. Fetch the file again, or give other weights.")
         with torch.no_grad():
             tensor.copy_(values)
 
@@ -337,14 +263,9 @@ def _fill(label: str, module: nn.Module, place: _Place) -> None:
 TELLING_CAPTIONS = (
     "",
     "a photograph of an astronaut riding a horse",
-    "A PHOTOGRAPH of Ångström's Café, naïve & Über-cool",
+    "A PHOTOGRAPH of Ångström's Café, naïve & Über-cool, 3.14159",
     "don't, can't; we'll -- \"quoted\" (and) [bracketed]... #tag @name 50% $9.99",
-    "1234567890 in 1984, 3.14159",
-    "  spaces   and\ttabs\nand lines ",
-    "🐱 a cat 👩‍🚀 and a rocket 🚀",
-    "日本の城, Москва, القاهرة",
-    "supercalifragilisticexpialidocious antidisestablishmentarianism",
-    "?? wow ... -- ok",
+    "  spaces   and\ttabs\nand lines, 🐱 a cat 👩‍🚀, 日本の城, Москва, القاهرة",
     "a very long caption " * 30,
 )
 
@@ -356,15 +277,13 @@ def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor], na
     token, which SD 1.x's does and `tokenize` never does.
 
     Args:
-        tokenize: captions -> (B, L) int64, e.g. (11, 77), padded with 0.
+        tokenize: captions -> (B, L) int64, e.g. (6, 77), padded with 0.
         name: of the tokenizer's folder in it.
     """
     root = place(path)
     folder = root / name
     if not root.is_dir():
         return None
-    if not folder.is_dir():
-        return f"{name}: {root} has no {name}/. It has: {_listing(root)}. Copy the whole diffusers folder."
     from transformers import CLIPTokenizer, logging
 
     ours = tokenize(TELLING_CAPTIONS).tolist()
@@ -374,11 +293,9 @@ def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor], na
         tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
         encoded = tokenizer(list(TELLING_CAPTIONS), padding="max_length", truncation=True, max_length=len(ours[0]))
     except Exception as error:  # transformers raises errors of many types
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        return (
-            f"{name}: {folder} is not a CLIPTokenizer's ({type(error).__name__}: {reason}). "
-            "Copy the folder again, with vocab.json and merges.txt."
-        )
+        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+        way = "Copy the folder again, with vocab.json and merges.txt"
+        return f"{name}: {folder} is missing, or is not a CLIPTokenizer's ({reason}). {way}."
     finally:
         logging.set_verbosity(verbosity)
     for caption, want, theirs in zip(TELLING_CAPTIONS, ours, encoded["input_ids"], strict=True):
@@ -386,8 +303,7 @@ def tokenizer_problem(path: str, tokenize: Callable[[Sequence[str]], Tensor], na
         length = end if set(theirs[end:]) == {END_TOKEN} else len(theirs)
         if theirs[:length] != want[:length]:
             at = next(i for i in range(length) if theirs[i] != want[i])
-            return (
-                f"{name}: {folder} gives other tokens than this model trains with: for {caption[:60]!r} token {at} is "
-                f"{theirs[at]}, ours is {want[at]}. Give the weights of this model, with their own tokenizer."
-            )
+            given = f"for {caption[:60]!r} token {at} is {theirs[at]}, ours is {want[at]}"
+            way = "Give the weights of this model, with their own tokenizer"
+            return f"{name}: {folder} gives other tokens than this model trains with: {given}. {way}."
     return None

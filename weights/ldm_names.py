@@ -34,9 +34,8 @@ SDXL_PREFIX = "conditioner.embedders."
 NOTHING = re.compile(r"(?!)")
 TRANSFORMERS, DIFFUSERS = ("model", "pytorch_model"), ("diffusion_pytorch_model", "diffusion_pytorch_model")
 CLIP_PART = re.compile(r"(text|vision)_model\.")  # begins the names in published weights; transformers 5 leaves it out
-POSITION_IDS = re.compile(
-    rf"({CLIP_PART.pattern})?embeddings\.position_ids"
-)  # 0 .. 76; stored only by old transformers
+# 0 .. 76; stored only by old transformers
+POSITION_IDS = re.compile(rf"({CLIP_PART.pattern})?embeddings\.position_ids")
 
 # Keys of config.json that no tensor's shape shows
 VAE_FACTS = ("scaling_factor", "shift_factor", "norm_num_groups", "act_fn")
@@ -92,7 +91,6 @@ class Network:
     unused: names after the prefix that an LDM file may have and this network does not need; with only_folders, whole names
         in its folder.
     facts: key of the folder's config.json -> our module's value, for settings that no tensor's shape shows.
-    contradiction: the names after the prefix -> why they belong to another model even if none is missing, or None.
     only_folders: an LDM file is not read for it, or does not tell it from another network with the same shapes.
     alone: a single file has this network and no other one.
     """
@@ -103,7 +101,6 @@ class Network:
     prefix: str = ""
     source: Callable[[str], Source] = Source
     unused: re.Pattern[str] = NOTHING
-    contradiction: Callable[[Collection[str]], str | None] = lambda names: None
     only_folders: bool = False
     alone: bool = False
 
@@ -226,22 +223,9 @@ def _open_clip_source(name: str) -> Source:
 def open_clip_text(module: nn.Module) -> Network:
     """Return the place of a CLIPTextModel that has all blocks but the last of an OpenCLIP text tower, as SD 2 uses it.
 
-    The file may have that last block and its `text_projection`. Files made from a diffusers folder have neither. A
-    projection without that block belongs to another model: its tower ends where our module does, and SD 2 would use one
-    block less. A tower with two blocks more is another model, too.
+    The file may have that last block and its `text_projection`. Files made from a diffusers folder have neither.
     """
     layers = module.config.num_hidden_layers
-
-    def contradiction(names: Collection[str]) -> str | None:
-        blocks = {int(m[1]) for name in names if (m := re.match(r"transformer\.resblocks\.(\d+)\.", name))}
-        depth = max(blocks, default=-1) + 1
-        if depth == layers + 1 or (depth == layers and "text_projection" not in names):
-            return None
-        return (
-            f"its text encoder has {depth} blocks{' and a projection' if 'text_projection' in names else ''}, where "
-            f"{layers + 1} are wanted, of which the last is not used: it is of another depth"
-        )
-
     return Network(
         folder="text_encoder",
         stems=TRANSFORMERS,
@@ -249,7 +233,6 @@ def open_clip_text(module: nn.Module) -> Network:
         source=_open_clip_source,
         unused=re.compile(rf"transformer\.resblocks\.{layers}\.|(text_projection|logit_scale|attn_mask)$"),
         facts=_facts(module, TEXT_FACTS),
-        contradiction=contradiction,
     )
 
 
@@ -275,72 +258,58 @@ def second_text_of_xl(module: nn.Module) -> Network:
     return replace(place, source=_open_clip_source, unused=re.compile(r"(logit_scale|attn_mask)$"))
 
 
-def t5_text(module: nn.Module) -> Network:
-    """Return the place of FLUX's T5 encoder; only folders are read."""
-    return t5_text_in("text_encoder_2")(module)
-
-
 def t5_text_in(folder: str) -> Callable[[nn.Module], Network]:
-    """Return a function that returns the place of a T5 or UMT5 encoder in this folder."""
-    return _in_folder(folder, TRANSFORMERS, T5_FACTS, unused=re.compile(r"encoder\.embed_tokens\.weight"))
+    """Return a function that returns the place of a T5 or UMT5 encoder in this folder; only folders are read."""
+    return in_folder(folder, None, *T5_FACTS, stems=TRANSFORMERS, unused=r"encoder\.embed_tokens\.weight")
 
 
 def clip_text_in(folder: str) -> Callable[[nn.Module], Network]:
     """Return a function that returns the place of a CLIPTextModel in this folder; only folders are read."""
-    return _in_folder(folder, TRANSFORMERS, TEXT_FACTS, unused=POSITION_IDS)
+    return in_folder(folder, None, *TEXT_FACTS, stems=TRANSFORMERS, unused=POSITION_IDS.pattern)
 
 
 def llama_text(module: nn.Module) -> Network:
     """Return the place of HunyuanVideo's Llama, whose last layers are not read; only folders are read."""
-    depth = module.config.num_hidden_layers
-    last = "|".join(str(depth + more) for more in range(NUM_UNREAD))
-    unused = re.compile(rf"(layers\.({last})|norm)\..*")
-    return _in_folder("text_encoder", TRANSFORMERS, LLAMA_FACTS, unused=unused)(module)
+    unused = rf"({_layers_after(module, NUM_UNREAD)}|norm)\..*"
+    return in_folder("text_encoder", None, *LLAMA_FACTS, stems=TRANSFORMERS, unused=unused)(module)
 
 
 def clip_vision(module: nn.Module) -> Network:
     """Return the place of Wan's image encoder, whose last layer is not read; only folders are read."""
+    unused = rf"({CLIP_PART.pattern})?encoder\.{_layers_after(module, UNREAD_OF_CLIP)}\..*"
+    facts = ("num_attention_heads", "hidden_act")
+    return in_folder("image_encoder", None, *facts, stems=TRANSFORMERS, unused=unused)(module)
+
+
+def _layers_after(module: Any, num: int) -> str:
+    """Return a pattern of the layers that a published model has after the last one of a module."""
     depth = module.config.num_hidden_layers
-    last = "|".join(str(depth + more) for more in range(UNREAD_OF_CLIP))
-    unused = re.compile(rf"({CLIP_PART.pattern})?encoder\.layers\.({last})\..*")
-    return _in_folder("image_encoder", TRANSFORMERS, ("num_attention_heads", "hidden_act"), unused=unused)(module)
+    return rf"layers\.({'|'.join(str(depth + more) for more in range(num))})"
 
 
-def in_folder(folder: str, kind: str, *facts: str) -> Callable[[nn.Module], Network]:
-    """Return a function that returns the place of a network of diffusers in this folder, under its own names.
+def in_folder(
+    folder: str, kind: str | None, *facts: str, stems: tuple[str, str] = DIFFUSERS, unused: str = NOTHING.pattern
+) -> Callable[[nn.Module], Network]:
+    """Return a function that returns the place of a network in this folder, under its own names; only folders are read.
 
     Args:
-        kind: its class; facts: further keys of its config.json that no tensor's shape shows.
+        kind: its class, by config.json; facts: further keys of it that no tensor's shape shows.
+        stems, unused: see Network.
     """
-    return _in_folder(folder, DIFFUSERS, facts, kind=kind)
+    pattern = re.compile(unused)
+    return lambda module: Network(folder, _facts(module, facts, kind), stems, unused=pattern, only_folders=True)
 
 
-def _in_folder(
-    folder: str, stems: tuple[str, str], facts: Sequence[str], *, unused: re.Pattern[str] = NOTHING, kind: str = ""
-) -> Callable[[nn.Module], Network]:
-    return lambda module: Network(folder, _facts(module, facts, kind), stems, unused=unused, only_folders=True)
-
-
-def _facts(module: Any, keys: Iterable[str], kind: str = "") -> dict[str, Any]:
+def _facts(module: Any, keys: Iterable[str], kind: str | None = None) -> dict[str, Any]:
     return ({"_class_name": kind} if kind else {}) | {key: getattr(module.config, key) for key in keys}
 
 
 def flux_transformer(module: nn.Module) -> Network:
     """Return the place of FLUX's transformer. A file's matrices of q, k and v are one, in single blocks with the MLP's."""
-    embeds_guidance = module.config.guidance_embeds
-
-    def contradiction(names: Collection[str]) -> str | None:
-        given = any(name.startswith(("guidance_in", "time_text_embed.guidance_embedder.")) for name in names)
-        if given == embeds_guidance:
-            return None
-        has, variant = ("an", "dev") if given else ("no", "schnell")
-        return f"it has {has} embedding of guidance, as {variant} has: use model.variant={variant}"
-
     return Network(
         folder="transformer",
         facts=_facts(module, FLUX_FACTS, "FluxTransformer2DModel"),
         source=_flux_source,
-        contradiction=contradiction,
         alone=True,
     )
 

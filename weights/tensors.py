@@ -6,7 +6,7 @@ Also recognises torch's out-of-memory errors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -48,13 +48,7 @@ def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     }
 
 
-class HasWeights(Protocol):
-    """A module, or what stands for one."""
-
-    def state_dict(self) -> Mapping[str, Tensor]: ...
-
-
-def fingerprint(module: HasWeights) -> str:
+def fingerprint(module: nn.Module) -> str:
     """Return 32 hex digits (xxh3, 128 bits) over the names, types, shapes and bytes of a module's weights.
 
     Where ranks have parts of them, all ranks call it.

@@ -35,10 +35,9 @@ from weights.clip_text import NUM_TOKENS as CLIP_TOKENS
 from weights.clip_text import VOCABULARY, build_text_model, padded_with_end, text_config
 from weights.t5_text import T5_VOCABULARY, TOKENIZER, T5Text, T5Tokenizer, t5_config
 from zoo import packing, tokenizer_files
-from zoo.latent_family import LatentFamily, of_choice
 from zoo.lora import JOINT_ATTENTION
 from zoo.sampling import build_scheduler
-from zoo.spec import Column, Pipeline
+from zoo.spec import Column, Family, Pipeline, of_choice
 
 LATENT_SCALE, LATENT_SHIFT = 0.3611, 0.1159  # vae/config.json of the published models
 LATENT_CHANNELS = 16
@@ -113,7 +112,7 @@ def build(preset: str, variant: str) -> Flux:
     return family
 
 
-class Flux(LatentFamily):
+class Flux(Family):
     """Implements `zoo.spec.Family`."""
 
     name = "flux"
@@ -121,7 +120,6 @@ class Flux(LatentFamily):
     pixels_per_latent, side_step = 8, 16
     latent_channels, latent_scale, latent_shift = LATENT_CHANNELS, LATENT_SCALE, LATENT_SHIFT
     vocabulary = VOCABULARY  # of CLIP
-    shipped = None
     pipeline = Pipeline("FluxPipeline", {}, ("feature_extractor", "image_encoder"))
     tokenizers = ("tokenizer", "tokenizer_2")
     lora_targets = JOINT_ATTENTION
@@ -171,7 +169,7 @@ class Flux(LatentFamily):
         return {
             "vae": ldm_names.vae,
             "text": ldm_names.clip_text,
-            "t5": ldm_names.t5_text,
+            "t5": ldm_names.t5_text_in("text_encoder_2"),
             "denoiser": ldm_names.flux_transformer,
         }
 

@@ -24,9 +24,8 @@ from weights.clip_text import VOCABULARY, build_text_model, padded_with_end, tex
 from weights.llama_text import NUM_UNREAD, LlamaText, LlamaTokenizer
 from weights.t5_text import TOKENIZER
 from zoo import tokenizer_files
-from zoo.latent_family import of_choice
 from zoo.lora import JOINT_ATTENTION
-from zoo.spec import Column
+from zoo.spec import Column, of_choice
 from zoo.video_family import AS_AMD, VideoFamily
 
 LATENT_SCALE = 0.476986  # vae/config.json

@@ -22,9 +22,8 @@ from weights import hub_names, ldm_names
 from weights.t5_text import END, PAD, T5_VOCABULARY, TOKENIZER, T5Text, T5Tokenizer, t5_config
 from zoo import tokenizer_files
 from zoo.attention import MaskedMochiAttention
-from zoo.latent_family import of_choice
 from zoo.lora import JOINT_ATTENTION
-from zoo.spec import Column
+from zoo.spec import Column, of_choice
 from zoo.video_family import AS_AMD, VideoFamily
 
 LATENT_MEANS = (

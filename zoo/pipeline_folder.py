@@ -41,9 +41,7 @@ def networks_of(family: Family, denoiser: nn.Module, encoders: Mapping[str, nn.M
         library, name = _class_of(module)
         if library not in ("diffusers", "transformers", *SHIPPED_CODE):
             given = f"{label}: a {name} of {family.name} is no class of diffusers or transformers"
-            raise ValueError(
-                f"{given}, and no loader for it is written here. Possible: the networks that the families build."
-            )
+            raise ValueError(f"{given}, and no loader for it is written here. Give a run of another variant.")
     return {label: (module, family.published()[label](module)) for label, module in modules.items()}
 
 
@@ -56,12 +54,6 @@ def pipeline_of(family: Family) -> Pipeline:
         given = f"model.variant: {family.variant} of {family.name} is not exported: {why}"
         raise ValueError(f"{given}. Give a run of another variant.")
     return family.pipeline
-
-
-def num_bytes(networks: Networks, dtype: str) -> int:
-    """Return the bytes of all tensors when stored in a type."""
-    numbers = sum(tensor.numel() for module, _ in networks.values() for tensor in module.state_dict().values())
-    return numbers * DTYPES[dtype].itemsize
 
 
 def save_folder(
@@ -102,16 +94,13 @@ def save_folder(
     return next((file.relative_to(folder).as_posix() for file in folder.rglob("*.py")), None)
 
 
-def in_single_file(networks: Networks) -> Networks:
-    """Return those that a single file has: of FLUX its transformer alone, as its makers publish it; else all."""
-    alone = {label: pair for label, pair in networks.items() if pair[1].alone}
-    return alone or networks
-
-
 def single_file_tensors(networks: Networks, dtype: str) -> dict[str, Tensor]:
-    """Return a model's tensors under their names in a single file. Raises ValueError: see `save_folder`."""
-    own = in_single_file(networks).values()
-    return {name: in_type(name, tensor, dtype) for name, tensor in as_ldm(own).items()}
+    """Return a model's tensors under their names in a single file: of FLUX those of its transformer alone, as published.
+
+    Raises ValueError: see `save_folder`.
+    """
+    alone = [pair for pair in networks.values() if pair[1].alone]
+    return {name: in_type(name, tensor, dtype) for name, tensor in as_ldm(alone or networks.values()).items()}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> None:

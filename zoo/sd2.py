@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from weights import hub_names, ldm_names
 from weights.clip_text import NUM_TOKENS, VOCABULARY, build_text_model, padded_with_end, text_config
 from zoo import tokenizer_files
-from zoo.latent_family import LatentFamily, of_choice
+from zoo.spec import Family, of_choice
 
 LATENT_SCALE = 0.18215  # 1 / standard deviation of SD's latents; Rombach et al. 2022, appendix G, and the SD2 config
 PIXELS_PER_LATENT = 8
@@ -120,14 +120,13 @@ def build(preset: str, variant: str) -> SD2:
     return family
 
 
-class SD2(LatentFamily):
+class SD2(Family):
     """Implements `zoo.spec.Family`."""
 
     name = "sd2"
     pixels_per_latent = PIXELS_PER_LATENT
     latent_scale = LATENT_SCALE
     num_tokens, vocabulary = NUM_TOKENS, VOCABULARY
-    shipped = None
 
     def __init__(self, architecture: Architecture, variant: str, objective: Mapping[str, Any]):
         self.architecture = architecture

@@ -27,8 +27,7 @@ from cli.limits import ImageSize
 from weights import hub_names, ldm_names
 from weights.clip_text import NUM_TOKENS, VOCABULARY, build_text_model, padded_with_end, text_config
 from zoo import tokenizer_files
-from zoo.latent_family import LatentFamily, of_choice
-from zoo.spec import Column, Pipeline
+from zoo.spec import Column, Family, Pipeline, of_choice
 
 LATENT_SCALE = 0.13025  # vae/config.json of the published model
 NUM_SIZES = 6  # that the UNet gets: height, width, top, left; height and width of the image that it makes
@@ -92,7 +91,7 @@ def build(preset: str, variant: str) -> SDXL:
     return family
 
 
-class SDXL(LatentFamily):
+class SDXL(Family):
     """Implements `zoo.spec.Family`."""
 
     name = "sdxl"
@@ -103,7 +102,6 @@ class SDXL(LatentFamily):
     num_tokens, vocabulary = NUM_TOKENS, VOCABULARY
     empty_is_zero = True  # as it was trained, and as diffusers' pipeline takes an empty caption
     exact_encoders = ("vae",)  # as in diffusers' train_text_to_image_sdxl.py; its vae/config.json has force_upcast set
-    shipped = None
     pipeline = Pipeline(
         "StableDiffusionXLPipeline",
         {"force_zeros_for_empty_prompt": True, "add_watermarker": False},

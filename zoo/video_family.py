@@ -8,20 +8,18 @@ f = 1 + (F - 1) / q latent frames: the first one has a latent of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from cli.limits import ImageSize
-from zoo.latent_family import LatentFamily
-from zoo.spec import Column
+from zoo.spec import Column, Family
 
 AS_AMD = dict(prediction="flow", timesteps="logit_normal", shift=3.0, caption_dropout=0.1)
 """How none of the published models says that it was trained; AMD's benchmark trains all of them with these times."""
 
 
-class VideoFamily(LatentFamily):
+class VideoFamily(Family):
     """The methods of `zoo.spec.Family` that do not depend on the networks' sizes.
 
     Attributes:
@@ -38,7 +36,6 @@ class VideoFamily(LatentFamily):
     latent_means: tuple[float, ...] = ()
     latent_stds: tuple[float, ...] = ()
     pixels_per_latent, side_step = 8, 16
-    shipped: Path | None = None
     pipeline = None
 
     def size_problem(self, size: ImageSize) -> str | None:

@@ -33,9 +33,8 @@ from weights import hub_names, ldm_names
 from weights.clip_vision import NUM_UNREAD, ClipVision
 from weights.t5_text import PAD, TOKENIZER, UMT5_VOCABULARY, T5Text, T5Tokenizer, t5_config
 from zoo import tokenizer_files
-from zoo.latent_family import of_choice
 from zoo.lora import ATTENTION
-from zoo.spec import Column
+from zoo.spec import Column, of_choice
 from zoo.video_family import AS_AMD, VideoFamily
 
 MASK_CHANNELS = 4  # one of each frame that a latent stands for

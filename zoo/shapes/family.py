@@ -27,11 +27,10 @@ from torch import Tensor, nn
 
 from weights import ldm_names
 from zoo import packing, tokenizer_files
-from zoo.latent_family import LatentFamily, of_choice
 from zoo.lora import JOINT_ATTENTION
 from zoo.shapes import moving, networks
 from zoo.shapes.networks import NUM_TOKENS, PIXELS_PER_LATENT, TEXT_WIDTH, VOCABULARY
-from zoo.spec import Column
+from zoo.spec import Column, Family, of_choice
 
 LATENT_SCALE = 1.0242  # 1 / standard deviation of the shipped VAE's latents (vae/quality.json)
 
@@ -63,7 +62,7 @@ def build(preset: str, variant: str) -> Shapes:
     return VARIANTS[variant](size)
 
 
-class Shapes(LatentFamily):
+class Shapes(Family):
     """Implements `zoo.spec.Family`. `sizes`: constructor arguments of the denoiser."""
 
     name = "shapes"
