@@ -21,11 +21,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from composer.utils import dist
-
 from cli.command_line import Problem
 from cli.errors import Failed
-from cli.limits import limited
 from prepare.cluster import Cluster, connected
 from prepare.parts import GO_ON
 
@@ -63,16 +60,6 @@ class EngineKeys:
             yield engine
 
 
-@dataclass(frozen=True)
-class ActorKeys(EngineKeys):
-    """Further keys of the commands whose workers hold a network."""
-
-    actors: int | None = limited(None, 1, 2**16)
-    """Workers of engine=ray, each with its own network. null: as many as the cluster has GPUs, or cores."""
-    gpus: bool | None = None
-    """A GPU for each worker of engine=ray. null: if the cluster has any at the start."""
-
-
 def check_keys(keys: EngineKeys) -> list[Problem]:
     """Return what is wrong with the keys themselves."""
     if keys.ray == "auto":
@@ -85,19 +72,6 @@ def check_keys(keys: EngineKeys) -> list[Problem]:
         todo = "The command has to run on a node of the cluster"
         return [Problem(f"ray: {keys.ray} is no address. Possible: {possible}. {todo}.", ("ray",))]
     return []
-
-
-def check_actor_keys(keys: ActorKeys, module: str) -> list[Problem]:
-    """Return what is wrong with the keys themselves. `module`: the command's, for what to do instead."""
-    found = check_keys(keys)
-    if keys.engine == "local":
-        given = [key for key in ("actors", "gpus") if getattr(keys, key) is not None]
-        todo = "Give engine=ray, or leave it out"
-        found += [Problem(f"{key}: has no use with engine=local. {todo}.", (key,)) for key in given]
-    elif (ranks := dist.get_world_size()) > 1:
-        todo = f"Run python -m {module} alone, or leave engine=ray out"
-        found.append(Problem(f"engine: ray is given under a launcher with {ranks} ranks. {todo}.", ("engine",)))
-    return found
 
 
 class Engine(Protocol):

@@ -16,10 +16,9 @@ from pathlib import Path, PurePosixPath
 from cli.errors import Refused
 from cli.files import read_json
 from cli.log import log
-from prepare.folders import SUFFIXES, cut_folder
 from prepare.hub_datasets import HUB, HUB_NAME, HubKeys, find_split
 from prepare.objects import Objects, StoreObject, list_objects
-from prepare.sources import Files, Source, TarObject
+from prepare.sources import SUFFIXES, Files, Source, TarObject, cut_folder
 from prepare.tables import COLUMNAR, LINES, Columnar, cut
 from prepare.tars import TAR_SUFFIXES, is_tar
 from stages.dataset import is_remote

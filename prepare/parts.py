@@ -12,6 +12,9 @@ A part's bytes depend only on its input and the plan, not on the process that ma
 part.json is done and is never made again.
 
 A part.json has the digests of its samples' keys too, in base64.
+
+A set of buckets is a stage for each size in OUT/576x448/, with a plan.json, an index.json without shards and a dataset.json
+of their sizes and samples in OUT (stages/dataset.py reads it).
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from filelock import Timeout
 from streaming import MDSWriter
 
 from cli.errors import Failed, Refused
-from prepare.changes import changed_files
+from cli.limits import ImageSize
 from prepare.counts import SKIPPED_FILE, Ledger, SampleCounts, text_of
 from prepare.names import GO_ON, part_name
 from prepare.places import Place
@@ -132,18 +134,14 @@ def begin(place: Place, plan: Plan) -> None:
     if text is None:
         raise Refused(f"OUT: {place.address} exists and is not empty. Give a new folder, or remove it.")
     try:
-        changed, was, now = changed_files(json.loads(text), json.loads(plan.text))
-        differences = _differences(was, now)
-    except (ValueError, AttributeError, KeyError, TypeError):
-        changed, differences = None, []
+        differences = _differences(json.loads(text), json.loads(plan.text))
+    except (ValueError, AttributeError):
+        differences = ["its plan.json is of another kind"]
     state = "finished" if FACTS_FILE in names else "unfinished"
     differences = [text for text in differences if not text.startswith("columns.")] or differences  # these follow
-    if changed and not differences:
-        given = f"OUT: {place.address} holds the {state} work of this command, but {changed}"
-        raise Refused(f"{given}. Restore them, give another OUT, or remove this one.")
-    what = "; ".join([*differences, *([changed] if changed else [])]) or "its plan.json is of another kind"
     raise Refused(
-        f"OUT: {place.address} holds the {state} work of another command: {what}. Give another OUT, or remove this one."
+        f"OUT: {place.address} holds the {state} work of another command: {'; '.join(differences)}. Give another OUT, or "
+        f"remove this one."
     )
 
 
@@ -270,24 +268,63 @@ def finish(place: Place, plan: Plan, further: Mapping[str, Any] | None = None) -
     if FACTS_FILE not in place.names():
         place.put_bytes(SKIPPED_FILE, text_of(skipped))
         if counts.written:
-            with place.scratch_folder() as folder:
-                (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}, sort_keys=True))
-                facts = {"made_by": plan.made_by, **plan.facts, **(further or {}), "counts": counts.as_facts()}
-                facts |= _put_keys(place, keys, folder)
-                write_facts(folder, plan.stage, facts)
-                place.put("index.json", folder / "index.json")
-                place.put(FACTS_FILE, folder / FACTS_FILE)
+            facts = {**plan.facts, **(further or {}), "counts": counts.as_facts(), **_put_keys(place, keys)}
+            _put_index(place, plan, json.dumps({"version": 2, "shards": shards}, sort_keys=True), facts)
     place.clear_scratch()
     return counts
 
 
-def _put_keys(place: Place, keys: Sequence[str], folder: Path) -> dict[str, str]:
+def _put_index(place: Place, plan: Plan, index: str, facts: Mapping[str, Any]) -> None:
+    """Write index.json and, last, dataset.json."""
+    with place.scratch_folder() as folder:
+        (folder / "index.json").write_text(index)
+        write_facts(folder, plan.stage, {"made_by": plan.made_by, **facts})
+        place.put("index.json", folder / "index.json")
+        place.put(FACTS_FILE, folder / FACTS_FILE)
+
+
+def _put_keys(place: Place, keys: Sequence[str]) -> dict[str, str]:
     """Write the digests of all parts' keys; return what dataset.json says of them."""
-    path = folder / KEYS_FILE
-    np.sort(np.frombuffer(b"".join(map(base64.b64decode, keys)), NUMBER)).tofile(path)
-    digest = file_digest(path)
-    place.put(KEYS_FILE, path)
+    with place.scratch_folder() as folder:
+        path = folder / KEYS_FILE
+        np.sort(np.frombuffer(b"".join(map(base64.b64decode, keys)), NUMBER)).tofile(path)
+        digest = file_digest(path)
+        place.put(KEYS_FILE, path)
     return {KEYS_DIGEST: digest}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sets of buckets
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def bucket_name(size: ImageSize) -> str:
+    """Return the name of a bucket, which is its folder's."""
+    return f"{size[0]}x{size[1]}"
+
+
+def plan_of_set(
+    made_by: str, stage: str, shard_size: int, sizes: Sequence[ImageSize], facts: Mapping[str, Any]
+) -> Plan:
+    """Return the plan of a set; each bucket has a plan too."""
+    return Plan(made_by, stage, {}, shard_size, {**facts, "sizes": [bucket_name(size) for size in sizes]}, [])
+
+
+def finish_set(place: Place, plan: Plan, samples: Mapping[ImageSize, int]) -> None:
+    """Make the finished buckets one data set, if it is not yet. `samples`: of each size; those without any are left out."""
+    if FACTS_FILE in place.names():
+        return
+    facts = {key: value for key, value in plan.facts.items() if key != "sizes"}
+    facts["buckets"] = [bucket_name(size) for size, num in samples.items() if num]
+    of_buckets = [place.read(f"{bucket_name(size)}/{SKIPPED_FILE}") for size in samples]
+    place.put_bytes(SKIPPED_FILE, b"".join(of_buckets))
+    _put_index(place, plan, json.dumps({"version": 2, "shards": []}), {**facts, "samples": sum(samples.values())})
+    place.clear_scratch()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Waiting for other ranks and nodes
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def wait_for_plan(place: Place, plan: Plan, patience_sec: float = PATIENCE_SEC) -> None:

@@ -17,7 +17,7 @@ SOURCE, here or at s3://, one of
 A sample's image, captions and key have the names that are usual (jpg, image; txt, caption, text, prompt), or those that
 image=, caption= and key= give: a suffix, a column, or json:FIELD. What was taken is printed. With several captions the stage
 has a column `captions` of all of them, and the first one in `caption`. Everything else becomes `metadata`. URLs are
-img2dataset's business. With films and no images, or with video=, the stage is `videos` (prepare/videos.py). With what
+img2dataset's business. With films and no images, or with video=, the stage is `videos`. With what
 MLPerf's references publish it is `moments`; the first sample decides. SD2's is KEY.npy instead of the image. FLUX.1's is
 a table with mean, logvar, t5_encodings and clip_encodings; empty= is the folder
 of t5_empty.npy and clip_empty.npy, for runs that then need no encoder (prepare/flux_encodings.py).
@@ -75,15 +75,21 @@ from prepare.places import Place, open_place, out_problem, writing
 from prepare.samples import Asked, Row, Sample, SourceError, Taken, check_key, choose, column_of, read_captions
 from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source
 from prepare.tables import Lines
-from prepare.videos import VIDEO_COLUMNS, video_row
 from prepare.words import read_words
 from stages.dataset import is_remote
 from stages.images import SampleError, decode_image, size_of
+from stages.videos import inspect_film
 from zoo import load_family
 from zoo.sd2 import PIXELS_PER_LATENT
 from zoo.spec import Family
 
 COLUMNS = {"jpg": "bytes", "caption": "str", "key": "str", "width": "int", "height": "int", "metadata": "json"}
+VIDEO_COLUMNS = {"mp4": "bytes", "caption": "str", "key": "str", "width": "int", "height": "int"}
+VIDEO_COLUMNS |= {
+    "num_frames": "int",
+    "fps": "float64",
+    "metadata": "json",
+}  # num_frames as counted, mp4 of any container
 MLPERF_FAMILY = ("sd2", "full", "stock")
 MLPERF_SIZE = (512, 512)
 FIRST_SAMPLES, FIRST_BYTES = 100, 2**26  # of a source, by which the names are chosen
@@ -168,6 +174,18 @@ def image_row(sample: Sample, taken: Taken = IMG2DATASET, filters: Filters | Non
         filters.check(width, height, metadata)
     row = {"jpg": content, "width": width, "height": height, "caption": captions[0], "key": sample.key}
     return row | {"metadata": metadata} | ({"captions": captions} if taken.several else {})
+
+
+def video_row(sample: Sample, taken: Taken, filters: Filters) -> dict[str, Any]:
+    """The same of the stage `videos`; the file is decoded to its end once."""
+    check_key(sample.key)
+    content = sample.image(taken)
+    captions, metadata = read_captions(sample, taken), sample.metadata(taken)  # before it is decoded, which takes long
+    film = inspect_film(content)
+    filters.check(film.width, film.height, metadata)
+    row = {"mp4": content, "width": film.width, "height": film.height, "num_frames": film.num_frames, "fps": film.fps}
+    row |= {"caption": captions[0], "key": sample.key, "metadata": metadata}
+    return row | ({"captions": captions} if taken.several else {})
 
 
 def moments_row(sample: Sample, family: Family, shape: Sequence[int]) -> dict[str, Any]:

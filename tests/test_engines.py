@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
@@ -21,14 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from conftest import ROOT, run, sample_files, tree, write_tar
+from conftest import run, sample_files, tree, write_tar
 from test_prepare_parts import bucket, objects  # noqa: F401  bucket is a fixture
 
 from cli.errors import Failed, Refused
-from evaluation.image_folder import image_batches, list_images
-from prepare import cluster, engines, fid_statistics, latents, parts, places, shards
+from prepare import cluster, engines, latents, parts, places, shards
 from prepare.engines import EngineKeys
 
 os.environ.update(cluster.QUIET)  # before Ray is loaded
@@ -36,7 +32,6 @@ os.environ.update(cluster.QUIET)  # before Ray is loaded
 pytestmark = [pytest.mark.usefixtures("same_number_of_threads"), pytest.mark.timeout(300, func_only=True)]
 
 KEYS = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_size=5"]
-READER = f"inception={ROOT}/zoo/shapes_weights/reader/model.safetensors"
 LOCAL = EngineKeys()
 
 
@@ -130,46 +125,6 @@ def test_a_worker_that_sees_another_out_is_refused(tmp_path):
     timer.start()
     parts.check_shared(late, plan)
     timer.join()
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
-    """23 images, of which neighbours differ in size here and there."""
-    folder = tmp_path_factory.mktemp("pictures")
-    for number in range(23):
-        size = (40, 40) if number in (4, 5, 11) else (32, 32)
-        (folder / f"{number:03d}.jpg").write_bytes(sample_files(number, size)["jpg"])
-    return folder
-
-
-@pytest.mark.parametrize("keys", [{}, {"image_size": 32}])
-def test_images_are_cut_where_the_batches_of_one_process_end(pictures, monkeypatch, keys):
-    monkeypatch.setattr(fid_statistics, "BATCHES_PER_PART", 2)
-    config, paths = fid_statistics.FidStatisticsConfig(inception="random", batch_size=3, **keys), list_images(pictures)
-    found = fid_statistics.cut(paths, config)
-
-    def batches(paths) -> list[list[Path]]:
-        return [names for names, _ in image_batches(paths, config.batch_size, config.image_size)]
-
-    assert [names for part in found for names in batches(paths[part])] == batches(paths)
-    assert {len(batches(paths[part])) for part in found[:-1]} == {2} and len(found) > 3
-
-
-def test_all_images_that_workers_cannot_read_are_named(pictures, tmp_path, monkeypatch, capsys):
-    @contextlib.contextmanager
-    def in_this_process(self, start, workers=None, *, gpu=False):
-        yield engines.Local(start, 1)
-
-    monkeypatch.setattr(engines.EngineKeys, "opened", in_this_process)
-    monkeypatch.setattr(fid_statistics, "BATCHES_PER_PART", 2)
-    spoilt = shutil.copytree(pictures, tmp_path / "spoilt")
-    for name in ("003.jpg", "020.jpg"):
-        (spoilt / name).write_bytes(b"<html>")
-    words = [str(spoilt), str(tmp_path / "out.npz"), READER, "batch_size=3", "image_size=32", "engine=ray"]
-    assert fid_statistics.main(words) == 1
-    skipped = tmp_path / "out.skipped.jsonl"
-    assert capsys.readouterr().err.endswith(f" 2 of 23 images cannot be read; reasons: {skipped}.\n")
-    assert [json.loads(line)["key"] for line in skipped.read_text().splitlines()] == ["003.jpg", "020.jpg"]
 
 
 # --- a cluster ---
@@ -309,20 +264,6 @@ def test_moments_on_two_nodes_of_which_one_dies_go_from_a_store_to_a_store(nodes
         assert latents.main(words) == 0
         assert made_on_both()
     assert objects(bucket, "ray/moments/") == tree(tmp_path / "local")
-
-
-def test_statistics_are_those_of_one_process_to_the_last_bit(nodes, pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr(fid_statistics, "BATCHES_PER_PART", 2)
-    words = [str(pictures), READER, "batch_size=3", "image_size=32"]
-    assert fid_statistics.main([*words, str(tmp_path / "local.npz")]) == 0
-    assert fid_statistics.main([*words, str(tmp_path / "ray.npz"), *nodes.words]) == 0
-    one, other = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("local", "ray"))
-    assert one.keys() == other.keys() and one["num_images"] == 23
-    assert all(one[name].tobytes() == other[name].tobytes() for name in one)
-    spoilt = shutil.copytree(pictures, tmp_path / "spoilt")
-    (spoilt / "011.jpg").write_bytes(b"<html>")
-    assert fid_statistics.main([str(spoilt), *words[1:], str(tmp_path / "no.npz"), *nodes.words]) == 1
-    assert not (tmp_path / "no.npz").exists()
 
 
 def ending(folder: Path) -> Callable[[int], str]:
