@@ -210,7 +210,7 @@ def input_problems(location: str, stage: Stage) -> list[str]:
         return [f"IN: {location} has buckets already. Give the stage that they were made of."]
     if (
         stage.adopted is not None
-        and dict(zip(stage.columns, stage.encodings, strict=True))[stage.adopted.image or ""] == "pil"
+        and dict(zip(stage.columns, stage.encodings, strict=True))[stage.adopted.image] == "pil"
     ):
         return [f"IN: {location} has pictures as pixels, which no stage holds. Write them as jpeg, png or bytes."]
     if stage.adopted is None and not {"width", "height"} <= set(stage.columns):

@@ -341,7 +341,7 @@ def tell_notes(config: LatentsConfig, stage: Stage, notes: Sequence[str]) -> Non
     for note in notes:
         log.info(f"model.weights: {note}")
     if config.store_text and "captions" in stage.columns:
-        log.info("store_text: true: of an image's captions the first is kept, whose text states are stored.")
+        log.info("store_text: true: of a picture's several captions the first is kept, whose text states are stored.")
 
 
 def write_by_ranks(

@@ -21,7 +21,7 @@ from prepare.counts import EMPTY
 from prepare.objects import Objects, StoreObject
 from prepare.parts import GO_ON
 from prepare.samples import VIDEO_SUFFIXES, Sample, SourceError, Taken, column_of
-from prepare.tars import MAX_MEMBER_BYTES, TarStream, is_tar, open_tar
+from prepare.tars import MAX_MEMBER_BYTES, is_tar, members, open_tar
 from stages.image_files import IMAGE_SUFFIXES
 
 MOMENTS_SUFFIX = "npy"
@@ -223,18 +223,17 @@ def _checked(files: Iterator[Named], source: str) -> Iterator[Named]:
 
 def _tar_files(source: Path, wanted: set[str] | None, ignore: Ignore) -> Iterator[Named]:
     """Yield a tar's files. The key ends at the first dot: WebDataset's convention, which img2dataset follows."""
-    with open_tar(source) as file:
-        tar = TarStream(file)
-        for member in tar:
+    with open_tar(source) as tar:
+        for member, problem in members(tar):
             path = PurePosixPath(member.name)
             stem, _, suffix = path.name.partition(".")
-            problem = member.problem or (None if stem and suffix else NO_NAME)
+            problem = problem or (None if stem and suffix else NO_NAME)
             if problem is not None:
                 ignore(member.name, problem)
                 continue
             part = column_of(suffix)
             is_wanted = wanted is None or part in wanted
-            yield str(path.with_name(stem)), part, member.name, tar.read() if is_wanted else None
+            yield str(path.with_name(stem)), part, member.name, tar.extractfile(member).read() if is_wanted else None
 
 
 def _folder_files(

@@ -82,7 +82,7 @@ def test_the_keys_say_what_does_not_go_together(tars, stage, tmp_path, monkeypat
     assert shards.main([str(tars), out, "ray=10.0.0.1:6379"]) == 2
     assert shards.main([str(tars), out, "engine=ray", "ray=ray://10.0.0.1:10001"]) == 2
     assert latents.main([str(stage), out, *KEYS, "actors=2"]) == 2
-    monkeypatch.setattr(engines.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(latents.dist, "get_world_size", lambda: 2)
     assert latents.main([str(stage), out, *KEYS, "engine=ray"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "ray: 10.0.0.1:6379 is given, but engine is local. Give engine=ray, or leave it out.",
@@ -301,7 +301,7 @@ def test_a_killed_worker_is_tried_again_and_errors_come_back_as_they_are(nodes, 
         ]:
             with pytest.raises(kind, match=f"^{text}{at.format(number)}$") as told:
                 list(engine.run([number]))
-            assert type(told.value) is kind and "return [][0]" in str(told.value.__cause__) if number == 6 else True
+            assert type(told.value) is kind and (number != 6 or "return [][0]" in told.value.__notes__[0])
         with pytest.raises(Failed, match=r"^ray: part-00002: its worker died, 2 times: .* What is done stays; "):
             list(engine.run([2]))
 
@@ -342,15 +342,10 @@ def test_a_cluster_that_is_not_there_is_refused_in_seconds(tars, tmp_path, monke
         held.bind(("127.0.0.1", 0))  # and does not listen
         address, started = f"127.0.0.1:{held.getsockname()[1]}", time.monotonic()
         assert shards.main([str(tars), str(tmp_path / "out"), "engine=ray", f"ray={address}"]) == 2
-        monkeypatch.setattr(cluster, "ANSWER_SEC", 4.0)
-        held.listen()  # and does not answer
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        assert shards.main([str(tars), str(tmp_path / "out"), "engine=ray"]) == 2
     assert time.monotonic() - started < 60
     todo = "Start one with `ray start --head`, on further nodes `ray start --address=HOST:PORT`, or give its address."
     assert capsys.readouterr().err.splitlines() == [
         f"ray: no cluster at {address} (ConnectionRefusedError: [Errno 111] Connection refused). {todo}",
-        f"ray: no cluster at {address} (none has answered for 4 s). {todo}",
     ]
     assert not (tmp_path / "out").exists()
 
