@@ -168,7 +168,7 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
         command_of(fid_statistics.FidStatisticsConfig, fid_statistics.check),
     ),
     "adopt": (adopt.AdoptConfig, command_of(adopt.AdoptConfig)),
-    "look": (look.LookConfig, command_of(look.LookConfig, functools.partial(look.check, stage=None))),
+    "look": (look.LookConfig, command_of(look.LookConfig)),
 }
 PLACES: dict[str, Path] = {}
 BASE = {
