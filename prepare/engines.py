@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from cli.command_line import Problem
 from cli.errors import Failed
@@ -74,22 +74,6 @@ def check_keys(keys: EngineKeys) -> list[Problem]:
     return []
 
 
-class Engine(Protocol):
-    """Makes parts; see `EngineKeys.opened`."""
-
-    def run(self, numbers: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield (number, what make(number) has returned) in the order in which they get done.
-
-        Raises:
-            Failed, Refused, OSError: as `make` or `start` raised it.
-            Failed: a worker was killed, again and again where the engine is a cluster's.
-        """
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """End the workers."""
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Processes of this machine
 # ---------------------------------------------------------------------------------------------------------------------
@@ -104,10 +88,17 @@ class Local:
         self._running: Generator[tuple[Any, Any]] | None = None
 
     def run(self, numbers: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield (number, what make(number) has returned) in the order in which they get done.
+
+        Raises:
+            Failed, Refused, OSError: as `make` or `start` raised it.
+            Failed: a worker was killed, again and again where the engine is a cluster's.
+        """
         self._running = self._run(numbers)
         return self._running
 
     def close(self) -> None:
+        """End the workers."""
         if self._running is not None:
             self._running.close()
 
@@ -135,6 +126,9 @@ class Local:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
+
+Engine = Local | Cluster
+"""Makes parts, see `EngineKeys.opened`."""
 
 _started: list[Any] = []
 """In a worker process of `Local`: start, and then make."""

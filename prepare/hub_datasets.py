@@ -169,21 +169,16 @@ def find_split(address: str, keys: HubKeys) -> list[Source]:
 
 def _why(error: Exception, address: str, revision: str | None) -> str:
     """Return why a data set was not to be had, and what to do."""
-    where, kind = f"{address} on the hub", type(error).__name__
     if Path(address).is_dir():
         return f"{address} is not in a form that `datasets` reads ({_first_line(error)}). Give its files."
-    if kind == "GatedRepoError" or "is a gated dataset" in str(error):
-        return f"{where} is gated. Ask for access on its page, and set HF_TOKEN to a token of that account."
-    if kind == "RevisionNotFoundError":
-        return f"{where} has no revision '{revision}'. Check its name; without revision= it is the main branch."
-    if kind in ("RepositoryNotFoundError", "DatasetNotFoundError"):
-        hint = "Check the name, and HF_TOKEN where it is private"
-        return f"{address}: no such folder here, and no such data set on the hub. {hint}."
-    if isinstance(error, RuntimeError) and "scripts are no longer supported" in str(error):
-        todo = "Give its files, or revision=refs/convert/parquet where the hub has made those"
-        return f"{where} is made by code of its own, which is never run. {todo}."
-    todo = "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE; or bring its files here, and give those"
-    return f"{where} cannot be read: {_first_line(error)}. {todo}."
+    todo = {
+        "GatedRepoError": "Ask for access on its page, and set HF_TOKEN to a token of that account",
+        "RevisionNotFoundError": f"It has no revision '{revision}'. Check its name",
+        "RepositoryNotFoundError": "Check the name, and HF_TOKEN where it is private",
+        "DatasetNotFoundError": "Check the name, and HF_TOKEN where it is private or gated",
+        "RuntimeError": "If it is made by code, which is never run: give its files, or revision=refs/convert/parquet",
+    }.get(type(error).__name__, "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE; or give its files")
+    return f"{address}: no such folder here, and not to be read on the hub: {_first_line(error)}. {todo}."
 
 
 def _one(key: str, possible: list[str], given: str | None, address: str) -> str:

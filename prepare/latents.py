@@ -52,7 +52,7 @@ from cli.errors import ConfigError, Refused
 from cli.limits import ImageSize, Pixels, limited, size_in_bytes
 from cli.log import log
 from prepare.counts import SampleCounts, where_to_look
-from prepare.encoder import AGAIN, Encoder, decode_clip, decode_row, in_order, open_shard
+from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
 from prepare.engines import EngineKeys, check_keys
 from prepare.moments import mds_columns, put_empty_text
 from prepare.parts import (
@@ -315,10 +315,7 @@ class Encoding:
 
             def fill(number: int, part: Part) -> None:
                 reader = open_shard(source, shards[number], folder, stage.adopted)
-                if len(encoder.size) > 2:
-                    one = functools.partial(decode_clip, reader, encoder.size, config.fps)
-                else:
-                    one = functools.partial(decode_row, reader, encoder.size, encoder.image_dtype)
+                one = functools.partial(decode_row, reader, encoder.size, encoder.image_dtype, config.fps)
                 samples = in_order(pool, one, range(len(reader)), ahead=2 * (encoder.batch_size + workers))
                 encoder.fill(part, samples, plan.columns, progress.update)
                 if Path(reader.dirname) == folder:
@@ -372,11 +369,10 @@ def write_by_ranks(
         with place.only_writer():
             begin(place, plan)
             todo = parts_to_make(place, plan)
-            own, longest_sec = encoding.make_parts(index, [n for n in todo if n % ranks == 0], shown=True)
+            longest_sec = encoding.make_parts(index, [n for n in todo if n % ranks == 0], shown=True)[1]
             wait_for_parts(place, len(target.shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
             of_targets.append(finish(place, plan, put_empty_text(place, empty)))
-        # samples read by all ranks, with this one's seconds
-        made.add(SampleCounts(read=sum(target.shards[number]["samples"] for number in todo), seconds=own.seconds))
+        made.read += sum(target.shards[number]["samples"] for number in todo)  # by all ranks
     return _finish(stage, out, whole, of_targets, made, started) if rank == 0 else None
 
 

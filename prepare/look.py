@@ -94,13 +94,9 @@ def open_stage(location: str) -> tuple[Place, Stage]:
         stage = read_stage(location)
     except (ValueError, OSError) as error:
         raise ValueError(f"REMOTE: {error}") from error
-    what = (
-        "an adopted data set" if stage.adopted else "a set of buckets" if stage.buckets else f"a stage of {stage.kind}"
-    )
     if stage.adopted or stage.buckets or stage.kind not in ("images", "moments"):
-        raise ValueError(
-            f"REMOTE: {location} is {what}. Possible: a stage of images or moments, or one bucket of a set."
-        )
+        what = "adopted" if stage.adopted else "a set of buckets" if stage.buckets else f"a stage of {stage.kind}"
+        raise ValueError(f"REMOTE: {location} is {what}. Possible: a stage of images or moments, one bucket of a set.")
     return open_place(location), stage
 
 
@@ -109,9 +105,7 @@ def model_of(config: LookConfig, stage: Stage) -> ModelConfig:
     made = {name: stage.facts[name] for name in ("family", "preset", "variant") if name in stage.facts}
     model, problems = ModelConfig(weights=config.model.weights, **made), []
     if stage.kind == "images" and model.weights is not None:
-        problems = [
-            f"model.weights: has no use with a stage of images: {stage.location} is shown as it is. Leave it out."
-        ]
+        problems = [f"model.weights: has no use with a stage of images: {stage.location}. Leave it out."]
     elif stage.kind == "moments":
         size = as_size(stage.facts["image_size"])
         problems = [problem.text for problem in model_problems(model, size, encoders_wanted=False)]
@@ -152,8 +146,8 @@ class Sample:
     caption: str
     value: Any = None
     problem: str | None = None
-    numbers: dict[str, float] = field(default_factory=dict)
-    flags: dict[str, bool] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
+    """Numbers, and what is true or not."""
 
 
 def look_at(family: Family, reader: Sequence[dict[str, Any]], number: int) -> Sample:
@@ -161,29 +155,25 @@ def look_at(family: Family, reader: Sequence[dict[str, Any]], number: int) -> Sa
     row = reader[number]
     sample = Sample(str(row.get("key", "")), str(row.get("caption", "")))
     if "caption" in row:
-        sample.numbers["caption, characters"] = len(sample.caption)
-        sample.flags["empty captions"] = not sample.caption.strip()
+        sample.measured |= {"caption, characters": len(sample.caption), "empty captions": not sample.caption.strip()}
     if "caption" in row and "tokens" in row:
         tokens = family.tokenize([sample.caption])["tokens"][0].numpy()
-        sample.flags["stored tokens not of the caption"] = not np.array_equal(row["tokens"], tokens)
+        sample.measured["stored tokens not of the caption"] = not np.array_equal(row["tokens"], tokens)
     try:
         if "moments" in row:
             sample.value, moments = row["moments"], torch.from_numpy(row["moments"].astype(np.float32))[None]
-            if moments.ndim != 4:
-                raise SampleError("moments are not (2C, h, w)")
             check_finite("moments", sample.value)
             mean, logvar = moments.chunk(2, dim=1)
             noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
             deviation, drawn = (0.5 * logvar.clamp(-30.0, 20.0)).exp(), family.sample_latents(moments, noise)
             for name, values in (("mean", mean), ("deviation", deviation), ("draws, scaled", drawn)):
-                sample.numbers |= {f"posterior's {name}: mean": float(values.mean())}
-                sample.numbers |= {f"posterior's {name}: spread": float(values.std())}
+                sample.measured[f"posterior's {name}: mean"] = float(values.mean())
+                sample.measured[f"posterior's {name}: spread"] = float(values.std())
             return sample
-        sample.numbers["bytes an image"] = len(row["jpg"])
-        sample.flags[f"format: {format_of(row['jpg'])}"] = True
+        sample.measured |= {"bytes an image": len(row["jpg"]), f"format: {format_of(row['jpg'])}": True}
         pixels = decode_image(row["jpg"])
         width, height = size_of(pixels)
-        sample.numbers |= {"width, px": width, "height, px": height, "width / height": width / height}
+        sample.measured |= {"width, px": width, "height, px": height, "width / height": width / height}
         sample.value = thumbnail(to_pil_image(pixels))
         if "caption" in row:
             check_caption(sample.caption)
@@ -254,10 +244,9 @@ def sample_facts(samples: Sequence[Sample]) -> list[Fact]:
     example = {sample.problem: sample.key for sample in samples}
     named = [f"{why}: {count:,} (e.g. {example[why]})" for why, count in sorted(reasons.items())]
     facts = [("unusable samples", "; ".join([share(reasons.total(), num), *named]))]
-    for name in dict.fromkeys(name for sample in samples for name in sample.numbers):
-        facts.append((name, spread([one.numbers[name] for one in samples if name in one.numbers])))
-    for name in dict.fromkeys(name for sample in samples for name in sample.flags):
-        facts.append((name, share(sum(sample.flags.get(name, False) for sample in samples), num)))
+    for name in dict.fromkeys(name for sample in samples for name in sample.measured):
+        values = [sample.measured[name] for sample in samples if name in sample.measured]
+        facts.append((name, share(sum(values), num) if isinstance(values[0], bool) else spread(values)))
     for column in ("caption", "key"):
         texts = Counter(getattr(sample, column) for sample in samples)
         facts.append((f"{column}s that repeat", share(sum(count for count in texts.values() if count > 1), num)))
@@ -313,8 +302,6 @@ def images_of(model: ModelConfig, family: Family, stage: Stage, shown: Sequence[
     if model.weights is None:
         return channels_as_rgb(values), AS_COLORS
     encoders = build_encoders(family, str(fetched(model).weights))
-    for note in encoders.notes:
-        log.info(f"model.weights: {note}")
     made, used = stage.facts["encoders"]["vae"], encoders.fingerprints["vae"]
     which = "the one that made them" if used == made else f"NOT the one that made them: {used} instead of {made}"
     vae = encoders.modules["vae"].to("cuda" if torch.cuda.is_available() else "cpu")

@@ -59,18 +59,8 @@ class Part(Ledger):
         """Digests of the written samples' keys."""
         self._writer = writer
 
-    @contextlib.contextmanager
-    def clocked(self, kind: str) -> Iterator[None]:
-        """Add the time of the block to that of a kind of work, see `SampleCounts.seconds`."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.counts.clock(kind, time.perf_counter() - begun)
-
     def write(self, row: dict[str, Any]) -> None:
-        with self.clocked("write"):
-            self._writer.write(row)
+        self._writer.write(row)
         self.counts.written += 1
         self.keys.append(key_digest(row))
 
@@ -200,17 +190,13 @@ def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part],
         if f"{name}/{PART_FILE}" in place.names(f"{name}/"):
             return _read_part(place, plan, number)[0]
         shutil.rmtree(work, ignore_errors=True)  # left by a killed writer
-        begun = time.perf_counter()
         with MDSWriter(out=str(work), columns=plan.columns, hashes=[HASH], size_limit=plan.shard_size) as writer:
             part = Part(plan.inputs[number]["name"], writer)
             fill(number, part)
-            filled = time.perf_counter()
         part.counts.check()
         for entry in writer.shards:
             basename = entry["raw_data"]["basename"]
             place.put(f"{name}/{basename}", work / basename)
-        part.counts.clock("write", time.perf_counter() - filled)
-        part.counts.clock("rest", time.perf_counter() - begun - sum(part.counts.seconds.values()))
         shutil.rmtree(work)
         content = {
             "plan": plan.digest,
@@ -329,11 +315,8 @@ def finish_set(place: Place, plan: Plan, samples: Mapping[ImageSize, int]) -> No
 
 def wait_for_plan(place: Place, plan: Plan, patience_sec: float = PATIENCE_SEC) -> None:
     """Wait, on all other ranks, until rank 0 has written or checked the plan. Raises Failed: it did not."""
-    deadline = time.monotonic() + patience_sec
-    while PLAN_FILE not in place.names() or place.read(PLAN_FILE) != plan.text:
-        if time.monotonic() > deadline:
-            raise Failed(f"OUT: {place.address}: rank 0 wrote no {PLAN_FILE} for this command. {GO_ON}.")
-        time.sleep(place.poll_sec)
+    if not _has_plan(place, plan, patience_sec, place.poll_sec):
+        raise Failed(f"OUT: {place.address}: rank 0 wrote no {PLAN_FILE} for this command. {GO_ON}.")
 
 
 def check_shared(place: Place, plan: Plan, patience_sec: float = SHARED_SEC) -> None:
@@ -342,15 +325,19 @@ def check_shared(place: Place, plan: Plan, patience_sec: float = SHARED_SEC) -> 
     Raises:
         Refused: it does not hold the plan of the command.
     """
-    deadline = time.monotonic() + patience_sec  # a folder that nodes share may show a new file late
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            if place.read(PLAN_FILE) == plan.text:
-                return
+    if not _has_plan(place, plan, patience_sec, 0.2):  # a folder that nodes share may show a new file late
+        what = f"OUT: {place.address} does not hold the plan of this command on every node"
+        raise Refused(f"{what}. Possible: a folder that all nodes share, at one path, or an address in a store.")
+
+
+def _has_plan(place: Place, plan: Plan, patience_sec: float, poll_sec: float) -> bool:
+    """Wait until a place holds a plan; False: it did not in time."""
+    deadline = time.monotonic() + patience_sec
+    while PLAN_FILE not in place.names() or place.read(PLAN_FILE) != plan.text:
         if time.monotonic() > deadline:
-            what = f"OUT: {place.address} does not hold the plan of this command on every node"
-            raise Refused(f"{what}. Possible: a folder that all nodes share, at one path, or an address in a store.")
-        time.sleep(0.2)
+            return False
+        time.sleep(poll_sec)
+    return True
 
 
 def wait_for_parts(place: Place, num_parts: int, patience_sec: float) -> None:

@@ -61,7 +61,7 @@ from prepare.engines import Engine, EngineKeys, Make, check_keys
 from prepare.filters import Filters, LeftOut
 from prepare.find import find_sources
 from prepare.hub_datasets import HubKeys
-from prepare.moments import mds_columns, npy_shape, put_empty_text, read_npy, tokens_of
+from prepare.moments import mds_columns, npy_values, put_empty_text, read_npy, tokens_of
 from prepare.parts import (
     Part,
     Plan,
@@ -245,7 +245,7 @@ def peek(
 def _size_of(content: bytes) -> ImageSize | None:
     """Return the images' size from the moments in an .npy file, or None if their shape fits no size."""
     try:
-        shape = npy_shape(content)
+        shape = npy_values(content).shape
     except SampleError:
         return None
     if len(shape) != 4 or 0 in shape:
@@ -276,7 +276,11 @@ def plan_for(sources: Sequence[Source], config: ShardsConfig, folder: Path) -> W
         raise ValueError(f"empty: {where} has no encodings of FLUX.1, which it belongs to. Leave it out.")
     if stage != "moments" and samples:
         taken = choose(samples, config.asked, where, "video" if stage == "videos" else "image")
-        filters = filters.with_similarity(samples, taken, where)
+        metadata = []
+        for sample in samples:
+            with contextlib.suppress(SampleError):
+                metadata.append(sample.metadata(taken))
+        filters.check_names(metadata, where)
     make_row, columns = (video_row, VIDEO_COLUMNS) if stage == "videos" else (image_row, COLUMNS)
     columns = columns | ({"captions": "json"} if taken.several else {})
     facts, to_row = {**taken.facts, **filters.facts}, functools.partial(make_row, taken=taken, filters=filters)
@@ -340,9 +344,7 @@ def fill_part(
                     raise SampleError(sample.problem)
                 if sample.key in seen:
                     raise SampleError("duplicate key")
-                with part.clocked("decode"):
-                    row = to_row(sample)
-                part.write(row)
+                part.write(to_row(sample))
             except LeftOut as error:
                 part.leave_out(str(error))
             except SampleError as error:

@@ -62,37 +62,30 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Files(Source):
+class Located(Source):
+    """A file here, or an object in a store, which is fetched when it is read."""
+
+    place: Path | StoreObject
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.place.name
+
+    def known_by(self) -> dict[str, Any]:
+        return known_by(self.place) if isinstance(self.place, Path) else self.place.known_by()
+
+    def here(self, folder: Path) -> tuple[Path, str]:
+        """Return the file, in `folder` if it had to be fetched, and its address."""
+        if isinstance(self.place, Path):
+            return self.place, str(self.place)
+        return Objects().fetch(self.place.address, folder), self.place.address
+
+
+class Files(Located):
     """A tar."""
 
-    path: Path
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.path.name
-
-    def known_by(self) -> dict[str, Any]:
-        return known_by(self.path)
-
     def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
-        return read_source(self.path, ignore, taken)
-
-
-@dataclass(frozen=True)
-class TarObject(Source):
-    """A tar in a store; it is fetched when it is read."""
-
-    object: StoreObject
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.object.name
-
-    def known_by(self) -> dict[str, Any]:
-        return self.object.known_by()
-
-    def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
-        return read_source(Objects().fetch(self.object.address, folder), ignore, taken)
+        return read_source(self.here(folder)[0], ignore, taken)
 
 
 @dataclass(frozen=True)

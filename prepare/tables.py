@@ -26,10 +26,10 @@ import xxhash
 from cli.errors import Failed, Refused
 from cli.log import log
 from prepare.counts import EMPTY
-from prepare.objects import Objects, StoreObject
+from prepare.objects import Objects
 from prepare.parts import GO_ON
 from prepare.samples import Row, Sample, SourceError, Taken
-from prepare.sources import Ignore, Source, damage_told, known_by
+from prepare.sources import Ignore, Located, Source, damage_told
 from prepare.tars import MAX_MEMBER_BYTES
 from stages.images import SampleError
 from stages.store_errors import address_problem, scheme_of
@@ -95,7 +95,6 @@ class ImageFiles:
             raise Failed(f"SOURCE: {path} cannot be read: {error}. {GO_ON}.") from error
 
 
-@dataclass(frozen=True)
 class Table(Source):
     """What all tables have in common."""
 
@@ -143,25 +142,12 @@ def check_columns(names: Iterable[str], taken: Taken | None) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Columnar(Table):
-    """A Parquet or an Arrow file; one in a store is fetched when it is read."""
-
-    place: Path | StoreObject
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.place.name
-
-    def known_by(self) -> dict[str, Any]:
-        return known_by(self.place) if isinstance(self.place, Path) else self.place.known_by()
+class Columnar(Located, Table):
+    """A Parquet or an Arrow file."""
 
     def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
-        if isinstance(self.place, Path):
-            where, beside, path = str(self.place), str(self.place.parent), self.place
-        else:
-            where, beside = self.place.address, self.place.address.rpartition("/")[0]
-            path = Objects().fetch(where, folder)
+        path, where = self.here(folder)
+        beside = posixpath.dirname(where) or "."
         read, lost = parquet_rows if path.suffix == ".parquet" else arrow_rows, Counter[str]()
         with damage_told(where):
             yield from self.named_rows(((row, None) for row in read(path, taken, lost)), taken, ImageFiles(beside))

@@ -346,7 +346,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(stage, tmp_path, ca
         (["{in}", "{tmp}/a.jpg"], "OUT: {tmp}/a.jpg is not a PNG file on this machine. "),
         (["{in}", "/proc/x/a.png"], "OUT: /proc/x cannot be written: "),
         (["{in}", "{tmp}/a.png", "samples=0"], "command line: samples is 0. Possible: 1 to 400."),
-        (["{in}", "{tmp}/a.png", "model.weights=random"], "model.weights: has no use with a stage of images: {in} "),
+        (["{in}", "{tmp}/a.png", "model.weights=random"], "model.weights: has no use with a stage of images: {in}. "),
         (["{moments}", "{tmp}/a.png", "model.weights=sd2.ckpt"], "model.weights: sd2.ckpt: there is no such file "),
     ],
 )

@@ -366,18 +366,14 @@ def test_moments_that_cannot_be_used_say_why(tmp_path):
         "good": (npy(moments(0)), None),
         "shape": (npy(moments(0, side=16)), "moments of another shape than (1, 8, 8, 8)"),
         "flat": (npy(moments(0)[0]), "moments of another shape than (1, 8, 8, 8)"),
-        "lie": (huge_header, "moments of another shape than (1, 8, 8, 8)"),
+        "lie": (huge_header, "moments are no whole .npy array"),
         "double": (npy(moments(0).astype("f8")), "moments are not float32"),
         "nan": (npy(spoilt), "moments are not finite in float16"),
         "large": (npy(moments(0) * 1e6), "moments are not finite in float16"),
-        "cut": (npy(moments(0))[:-5], "truncated or damaged moments"),
-        "longer": (npy(moments(0)) + b"more", "truncated or damaged moments"),
-        "zero": (b"", "not an .npy array"),
-        "text": (b"<html>", "not an .npy array"),
-        "pickled": (
-            npy(np.array([Bomb()], object), allow_pickle=True),
-            "moments are pickled objects, which are never loaded",
-        ),
+        "cut": (npy(moments(0))[:-5], "moments are no whole .npy array"),
+        "zero": (b"", "moments are no whole .npy array"),
+        "text": (b"<html>", "moments are no whole .npy array"),
+        "pickled": (npy(np.array([Bomb()], object), allow_pickle=True), "moments are no whole .npy array"),
     }
     samples = {name: {"npy": content, "txt": b"x"} for name, (content, _) in cases.items()}
     tar = write_tar(tmp_path / "in.tar", {**samples, "picture": sample_files(1), "mute": {"npy": npy(moments(3))}})
