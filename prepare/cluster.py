@@ -1,6 +1,6 @@
 """A Ray cluster as an engine: workers that make numbered parts, started anew by Ray when they or their nodes die.
 
-A worker is an actor with a CPU, and with a GPU where it is asked for; it makes one part at a time. When it dies, Ray starts
+A worker is an actor with a CPU; it makes one part at a time. When it dies, Ray starts
 it anew where there is room, and tries its part again. Each actor that waits for room is demand that an autoscaler sees.
 
 The workers run this checkout: Ray copies it to the nodes, whose environment has to be the same. The variables of stores go
@@ -151,23 +151,18 @@ class Cluster:
 
     Args:
         ray: the module, connected.
-        start, workers, gpu: see `EngineKeys.opened`.
+        start, workers: see `EngineKeys.opened`.
     """
 
-    def __init__(self, ray: Any, start: Callable[[], Any], workers: int | None, gpu: bool | None):
+    def __init__(self, ray: Any, start: Callable[[], Any], workers: int | None):
         self._ray = ray
-        has = ray.cluster_resources()
-        self.gpu = has.get("GPU", 0) >= 1 if gpu is None else gpu
-        """Whether each worker has a GPU."""
-        self._workers = workers or max(1, int(has.get("GPU" if self.gpu else "CPU", 1)))
+        self._workers = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
         variables = {
             name: value for name, value in os.environ.items() if name.startswith(STORES) or name.upper() in PROXIES
         }
         # Stored, not an argument: those stand in the cluster's tables as they are.
         self._given = [ray.put((start, variables, str(Path.cwd())))]
-        self._actor = ray.remote(Worker).options(
-            num_cpus=1, num_gpus=1 if self.gpu else 0, max_restarts=-1, scheduling_strategy="SPREAD"
-        )
+        self._actor = ray.remote(Worker).options(num_cpus=1, max_restarts=-1, scheduling_strategy="SPREAD")
         self._idle: list[Any] = []
         self._busy: dict[Any, tuple[Any, Any]] = {}
         """What is waited for -> its actor, and the number of its part; `_STARTS`: that it runs."""
@@ -224,11 +219,9 @@ class Cluster:
             self._ray.kill(self._busy.pop(ref)[0])
 
     def _tell_of_waiting(self) -> None:
-        has, free = self._ray.cluster_resources(), self._ray.available_resources()
-        room = ", ".join(f"{has.get(kind, 0):g} {kind} ({free.get(kind, 0):g} free)" for kind in ("CPU", "GPU"))
-        needs = "1 CPU and 1 GPU" if self.gpu else "1 CPU"
+        has, free = (of.get("CPU", 0) for of in (self._ray.cluster_resources(), self._ray.available_resources()))
         todo = "It waits; add a node with `ray start --address=HOST:PORT`, or end what holds them"
-        log.warning(f"ray: no worker has started yet. Each needs {needs}; the cluster has {room}. {todo}.")
+        log.warning(f"ray: no worker has started yet. Each needs a CPU; of {has:g} {free:g} are free. {todo}.")
 
     def close(self) -> None:
         for actor in [*(actor for actor, _ in self._busy.values()), *self._idle]:

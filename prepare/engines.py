@@ -40,13 +40,12 @@ class EngineKeys:
     """Address of a Ray cluster's head, HOST:PORT. auto: RAY_ADDRESS, or the cluster of this machine."""
 
     @contextlib.contextmanager
-    def opened(self, start: Start, workers: int | None = None, *, gpu: bool | None = False) -> Iterator[Engine]:
+    def opened(self, start: Start, workers: int | None = None) -> Iterator[Engine]:
         """Yield an engine; at the end its workers are gone.
 
         Args:
             start: called once in each worker; for engine=ray it has to be picklable.
-            workers: at most. None: all cores of this machine or of the cluster; with `gpu`, its GPUs.
-            gpu: of a cluster, whether each worker gets a GPU. None: where it has one now.
+            workers: at most. None: all cores of this machine or of the cluster.
 
         Raises:
             Refused: there is no such cluster, or Ray is not installed.
@@ -56,7 +55,7 @@ class EngineKeys:
             with contextlib.closing(engine):
                 yield engine
             return
-        with connected(self.ray) as ray, contextlib.closing(Cluster(ray, start, workers, gpu)) as engine:
+        with connected(self.ray) as ray, contextlib.closing(Cluster(ray, start, workers)) as engine:
             yield engine
 
 

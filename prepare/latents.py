@@ -12,10 +12,10 @@ damaged shard of IN stops the command.
 
 Each shard of IN becomes a part of OUT (prepare/parts.py), made by rank (shard number) modulo (number of ranks). If stopped
 at any point, the same command resumes with the missing parts, also on another number of ranks. OUT then has the same bytes
-as without the stop (on the same kind of device). On a CPU a rank computes with one thread, since the number of threads
-changes the last bits: start one rank per core, `composer -n CORES`. Ranks beyond the number of shards have nothing to do
-(a smaller shard_size of prepare.shards gives more shards). The default precision is fp32: moments are made once and used
-for days.
+as without the stop (on the same kind of device). Ranks of several machines share the work where all see IN and OUT: folders
+at one path, or stores. On a CPU a rank computes with one thread, since the number of threads changes the last bits: start one
+rank per core, `composer -n CORES`. Ranks beyond the number of shards have nothing to do (a smaller shard_size of
+prepare.shards gives more shards). The default precision is fp32: moments are made once and used for days.
 
 model.weights: a name on the hub, a diffusers folder, an LDM checkpoint, or random for meaningless encoders; none: the hub's
 for this network.
@@ -30,7 +30,6 @@ Exit code: 0 if at least one sample was written, 1 if none was or the work faile
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -48,12 +47,11 @@ from tqdm import tqdm
 
 from cli.command import command, start
 from cli.command_line import Problem
-from cli.errors import ConfigError, Refused
+from cli.errors import ConfigError
 from cli.limits import ImageSize, Pixels, limited, size_in_bytes
 from cli.log import log
 from prepare.counts import SampleCounts, where_to_look
 from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
-from prepare.engines import EngineKeys, check_keys
 from prepare.moments import mds_columns, put_empty_text
 from prepare.parts import (
     PATIENCE_SEC,
@@ -61,11 +59,9 @@ from prepare.parts import (
     Plan,
     begin,
     bucket_name,
-    check_shared,
     finish,
     finish_set,
     make_part,
-    part_name,
     parts_to_make,
     plan_of_set,
     wait_for_parts,
@@ -86,7 +82,7 @@ from zoo.spec import MAX_FRAMES, MAX_SIDE_PX, as_size
 
 
 @dataclass(frozen=True)
-class LatentsConfig(EngineKeys):
+class LatentsConfig:
     """The keys of this command."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -116,10 +112,6 @@ class LatentsConfig(EngineKeys):
     """Decoding threads for each rank or worker."""
     facts: str | None = None
     """dataset.json of a data set of others (prepare.adopt), if it does not lie in IN."""
-    actors: int | None = limited(None, 1, 2**16)
-    """Workers of engine=ray, each with its own network. null: as many as the cluster has GPUs, or cores."""
-    gpus: bool | None = None
-    """A GPU for each worker of engine=ray. null: if the cluster has any at the start."""
 
     @property
     def size(self) -> ImageSize:
@@ -135,14 +127,8 @@ class LatentsConfig(EngineKeys):
 
 def check(config: LatentsConfig) -> list[Problem]:
     """Return every problem that can be found before anything is built."""
-    found, ranks = check_keys(config), dist.get_world_size()
-    for key in ("actors", "gpus"):
-        if config.engine == "local" and getattr(config, key) is not None:
-            found.append(Problem(f"{key}: has no use with engine=local. Give engine=ray, or leave it out.", (key,)))
-    if config.engine != "local" and ranks > 1:
-        todo = "Run python -m prepare.latents alone, or leave engine=ray out"
-        found.append(Problem(f"engine: ray is given under a launcher with {ranks} ranks. {todo}.", ("engine",)))
-    if config.precision == "tf32" and not torch.cuda.is_available() and config.engine == "local":
+    found = []
+    if config.precision == "tf32" and not torch.cuda.is_available():
         found.append(Problem("precision: tf32 needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",)))
     if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
@@ -268,20 +254,10 @@ def plan_of_whole(config: LatentsConfig, stage: Stage, of_bucket: Plan) -> Plan:
     return plan_of_set(of_bucket.made_by, of_bucket.stage, of_bucket.shard_size, sizes, facts)
 
 
-class Planned(NamedTuple):
-    """A plan as a worker's encoders make it, and what else the command has to know of them."""
-
-    plan: Plan
-    empty: dict[str, np.ndarray]
-    """See `Encoder.empty_states`."""
-    notes: Sequence[str]
-
-
 class Encoding:
-    """The encoders of a rank or of a cluster's worker, for the parts of all targets."""
+    """The encoders of a rank, for the parts of all targets."""
 
-    def __init__(self, config: LatentsConfig, targets: Sequence[Target]):
-        self.targets = targets
+    def __init__(self, config: LatentsConfig):
         self.encoder = Encoder(
             fetched(config.model),
             size=config.size,
@@ -292,25 +268,22 @@ class Encoding:
             tiling=config.tiling,
         )
 
-    @functools.cache  # noqa: B019  (an object lives as long as its process)
-    def planned(self, index: int) -> Planned:
+    def plan(self, target: Target) -> Plan:
         """Return the plan of a target."""
-        self.encoder.size = self.targets[index].config.size
-        plan = plan_for(self.targets[index], self.encoder)
-        return Planned(plan, self.encoder.empty_states(), list(self.encoder.encoders.notes))
+        self.encoder.size = target.config.size
+        return plan_for(target, self.encoder)
 
-    def make_parts(self, index: int, todo: Sequence[int], *, shown: bool) -> tuple[SampleCounts, float]:
-        """Make parts of a target one after the other; return their counts, and the time of the slowest in seconds."""
-        config, source, stage, shards, place = self.targets[index]
-        plan, encoder, workers = self.planned(index).plan, self.encoder, config.workers
-        encoder.size, counts, longest_sec = config.size, SampleCounts(), 0.0
+    def make_parts(self, target: Target, plan: Plan, todo: Sequence[int]) -> float:
+        """Make parts of a target one after the other; return the time of the slowest in seconds."""
+        config, source, stage, shards, place = target
+        encoder, workers, longest_sec = self.encoder, config.workers, 0.0
         if not todo:
-            return counts, longest_sec  # do not create a scratch folder again: rank 0 may have removed it
-        num_images = sum(shards[number]["samples"] for number in todo)
+            return longest_sec  # do not create a scratch folder again: rank 0 may have removed it
+        num_images, is_first = sum(shards[number]["samples"] for number in todo), dist.get_global_rank() == 0
         with (
             ThreadPoolExecutor(workers) as pool,
             place.scratch_folder() as folder,
-            tqdm(total=num_images, unit=" images", desc="encode", disable=not shown) as progress,
+            tqdm(total=num_images, unit=" images", desc="encode", disable=not is_first) as progress,
         ):
 
             def fill(number: int, part: Part) -> None:
@@ -323,25 +296,17 @@ class Encoding:
 
             for number in todo:
                 started = time.monotonic()
-                counts.add(make_part(place, plan, number, fill))
+                make_part(place, plan, number, fill)
                 longest_sec = max(longest_sec, time.monotonic() - started)
-        return counts, longest_sec
+        return longest_sec
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ranks, or a cluster
+# The command
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def tell_notes(config: LatentsConfig, stage: Stage, notes: Sequence[str]) -> None:
-    """Log what is worth knowing about the encoders."""
-    for note in notes:
-        log.info(f"model.weights: {note}")
-    if config.store_text and "captions" in stage.columns:
-        log.info("store_text: true: of a picture's several captions the first is kept, whose text states are stored.")
-
-
-def write_by_ranks(
+def write_stage(
     config: LatentsConfig, stage: Stage, targets: Sequence[Target], out: str
 ) -> tuple[SampleCounts, str] | None:
     """Make this rank's share of the missing parts, and finish what is whole.
@@ -353,110 +318,35 @@ def write_by_ranks(
         Refused: OUT has other content.
         Failed, OSError: the work had to stop.
     """
-    encoding, rank, ranks = Encoding(config, targets), dist.get_global_rank(), dist.get_world_size()
-    tell_notes(config, stage, encoding.encoder.encoders.notes)
-    started, made, of_targets = time.monotonic(), SampleCounts(), []
-    whole = plan_of_whole(config, stage, encoding.planned(0).plan) if stage.buckets else None
+    encoding, rank, ranks = Encoding(config), dist.get_global_rank(), dist.get_world_size()
+    for note in encoding.encoder.encoders.notes:
+        log.info(f"model.weights: {note}")
+    if config.store_text and "captions" in stage.columns:
+        log.info("store_text: true: of a picture's several captions the first is kept, whose text states are stored.")
+    started, counts, made, written = time.monotonic(), SampleCounts(), SampleCounts(), {}
+    whole = plan_of_whole(config, stage, encoding.plan(targets[0])) if stage.buckets else None
     if whole and rank == 0:
         begin(open_place(out), whole)
-    for index, target in enumerate(targets):
-        (plan, empty, _), place = encoding.planned(index), target.place
+    for target in targets:
+        plan, place = encoding.plan(target), target.place
         if rank != 0:
             wait_for_plan(place, plan)
             mine = [number for number in parts_to_make(place, plan) if number % ranks == rank]
-            encoding.make_parts(index, mine, shown=False)
+            encoding.make_parts(target, plan, mine)
             continue
         with place.only_writer():
             begin(place, plan)
             todo = parts_to_make(place, plan)
-            longest_sec = encoding.make_parts(index, [n for n in todo if n % ranks == 0], shown=True)[1]
+            longest_sec = encoding.make_parts(target, plan, [number for number in todo if number % ranks == 0])
             wait_for_parts(place, len(target.shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
-            of_targets.append(finish(place, plan, put_empty_text(place, empty)))
-        made.read += sum(target.shards[number]["samples"] for number in todo)  # by all ranks
-    return _finish(stage, out, whole, of_targets, made, started) if rank == 0 else None
-
-
-class Worker:
-    """A worker of a cluster. Called with a target's index and None, it returns its plan; with a number, it makes a part.
-
-    Raises:
-        Refused: IN is unreadable there, or that node has no GPU, and precision needs one.
-    """
-
-    def __init__(self, config: LatentsConfig, source: str, out: str):
-        if config.precision == "tf32" and not torch.cuda.is_available():
-            raise Refused("precision: tf32 needs a GPU, and a worker has none. Possible on a CPU: fp32, bf16.")
-        try:
-            targets = targets_of(config, *open_input(source, config.facts, None), out)
-        except ValueError as error:
-            raise Refused(str(error)) from error
-        self._encoding, self._has_seen = Encoding(config, targets), set[int]()
-
-    def __call__(self, item: Item) -> Any:
-        planned = self._encoding.planned(item.target)
-        if item.number is None:
-            return planned
-        if item.target not in self._has_seen:
-            check_shared(self._encoding.targets[item.target].place, planned.plan)
-            self._has_seen.add(item.target)
-        return self._encoding.make_parts(item.target, [item.number], shown=False)[0]
-
-
-class Item(NamedTuple):
-    """What a worker is asked for: a target's plan (number=None), or one of its parts."""
-
-    target: int
-    number: int | None = None
-
-    def __str__(self) -> str:
-        return "the plan" if self.number is None else f"{part_name(self.number)} of target {self.target}"
-
-
-def write_on_cluster(
-    config: LatentsConfig, stage: Stage, targets: Sequence[Target], source: str, out: str
-) -> tuple[SampleCounts, str]:
-    """Make the missing parts on a cluster, and finish what is whole; returns as `write_by_ranks` on rank 0.
-
-    Here no encoder is built: a worker returns the plans.
-    """
-    started, made = time.monotonic(), SampleCounts()
-    with (
-        config.opened(functools.partial(Worker, config, source, out), config.actors, gpu=config.gpus) as engine,
-        contextlib.ExitStack() as held,
-    ):
-        items = [Item(index) for index in range(len(targets))]
-        by_item = dict(engine.run(items))
-        planned = [by_item[item] for item in items]
-        tell_notes(config, stage, planned[0].notes)
-        whole = plan_of_whole(config, stage, planned[0].plan) if stage.buckets else None
-        if whole:
-            begin(open_place(out), whole)
-        todo = []
-        for index, (target, (plan, _, _)) in enumerate(zip(targets, planned, strict=True)):
-            held.enter_context(target.place.only_writer())
-            begin(target.place, plan)
-            todo += [Item(index, number) for number in parts_to_make(target.place, plan)]
-        with tqdm(unit=" images", desc=f"{len(todo)} parts", disable=not todo) as progress:
-            for _, of_part in engine.run(todo):
-                progress.update(of_part.read)
-                made.add(of_part)
-        of_targets = [
-            finish(target.place, plan, put_empty_text(target.place, empty))
-            for target, (plan, empty, _) in zip(targets, planned, strict=True)
-        ]
-    return _finish(stage, out, whole, of_targets, made, started)
-
-
-def _finish(
-    stage: Stage, out: str, whole: Plan | None, of_targets: Sequence[SampleCounts], made: SampleCounts, started: float
-) -> tuple[SampleCounts, str]:
-    """Finish a set of buckets, if it is one; return the counts over all parts, and a text with the speed."""
-    counts = SampleCounts()
-    for of_target in of_targets:
+            of_target = finish(place, plan, put_empty_text(place, encoding.encoder.empty_states()))
         counts.add(of_target)
+        written[target.config.size] = of_target.written
+        made.read += sum(target.shards[number]["samples"] for number in todo)  # by all ranks
+    if rank != 0:
+        return None
     if whole:
-        written = [of_target.written for of_target in of_targets]
-        finish_set(open_place(out), whole, dict(zip([b.size for b in stage.buckets], written, strict=True)))
+        finish_set(open_place(out), whole, written)
     return counts, made.pace("images", time.monotonic() - started)
 
 
@@ -487,10 +377,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(problems)
     assert stage is not None
     with writing(paths[1]):
-        if config.engine == "local":
-            result = write_by_ranks(config, stage, targets, paths[1])
-        else:
-            result = write_on_cluster(config, stage, targets, *paths)
+        result = write_stage(config, stage, targets, paths[1])
     if result is None:
         return 0
     counts, speed = result
@@ -499,6 +386,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    from prepare.latents import main as named  # workers of a cluster know the classes by this module's name
-
-    start(named)
+    start(main)

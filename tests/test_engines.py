@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,14 +23,13 @@ from conftest import run, sample_files, tree, write_tar
 from test_prepare_parts import bucket, objects  # noqa: F401  bucket is a fixture
 
 from cli.errors import Failed, Refused
-from prepare import cluster, engines, latents, parts, places, shards
+from prepare import cluster, engines, parts, places, shards
 from prepare.engines import EngineKeys
 
 os.environ.update(cluster.QUIET)  # before Ray is loaded
 
 pytestmark = [pytest.mark.usefixtures("same_number_of_threads"), pytest.mark.timeout(300, func_only=True)]
 
-KEYS = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_size=5"]
 LOCAL = EngineKeys()
 
 
@@ -77,19 +75,14 @@ def test_what_ends_a_process_is_told_as_it_is(numbers, text):
     assert str(told.value) == text
 
 
-def test_the_keys_say_what_does_not_go_together(tars, stage, tmp_path, monkeypatch, capsys):
+def test_the_keys_say_what_does_not_go_together(tars, tmp_path, capsys):
     out = str(tmp_path / "out")
     assert shards.main([str(tars), out, "ray=10.0.0.1:6379"]) == 2
     assert shards.main([str(tars), out, "engine=ray", "ray=ray://10.0.0.1:10001"]) == 2
-    assert latents.main([str(stage), out, *KEYS, "actors=2"]) == 2
-    monkeypatch.setattr(latents.dist, "get_world_size", lambda: 2)
-    assert latents.main([str(stage), out, *KEYS, "engine=ray"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "ray: 10.0.0.1:6379 is given, but engine is local. Give engine=ray, or leave it out.",
         "ray: ray://10.0.0.1:10001 is no address. Possible: auto, or HOST:PORT of the head, as `ray start --head` prints it. "
         "The command has to run on a node of the cluster.",
-        "actors: has no use with engine=local. Give engine=ray, or leave it out.",
-        "engine: ray is given under a launcher with 2 ranks. Run python -m prepare.latents alone, or leave engine=ray out.",
     ]
     assert not Path(out).exists()
 
@@ -255,17 +248,6 @@ def test_short_shards_on_two_nodes_of_which_one_dies_are_those_of_one_machine(no
     assert not re.sub(again, "", said.err).replace("5 parts", "").count("ray")
 
 
-def test_moments_on_two_nodes_of_which_one_dies_go_from_a_store_to_a_store(nodes, stage, bucket, tmp_path):  # noqa: F811
-    for name, content in tree(stage).items():
-        bucket.put_object(Bucket="easel", Key=f"ray/images/{name}", Body=content)
-    assert latents.main([str(stage), str(tmp_path / "local"), *KEYS, "store_text=true"]) == 0
-    with a_node_dies(nodes, tmp_path / "held") as made_on_both:
-        words = ["s3://easel/ray/images", "s3://easel/ray/moments", *KEYS, "store_text=true", *nodes.words]
-        assert latents.main(words) == 0
-        assert made_on_both()
-    assert objects(bucket, "ray/moments/") == tree(tmp_path / "local")
-
-
 def ending(folder: Path) -> Callable[[int], str]:
     """Numbers, and how the making of each ends."""
 
@@ -304,36 +286,6 @@ def test_a_killed_worker_is_tried_again_and_errors_come_back_as_they_are(nodes, 
             assert type(told.value) is kind and (number != 6 or "return [][0]" in told.value.__notes__[0])
         with pytest.raises(Failed, match=r"^ray: part-00002: its worker died, 2 times: .* What is done stays; "):
             list(engine.run([2]))
-
-
-def of_gpu() -> Callable[[int], str]:
-    return lambda number: os.environ["CUDA_VISIBLE_DEVICES"]
-
-
-TELL = cluster.Cluster._tell_of_waiting
-
-
-@pytest.mark.timeout(250, func_only=True)
-def test_work_that_no_node_can_do_waits_for_one_that_joins(nodes, monkeypatch, capsys):
-    monkeypatch.setattr(cluster, "SILENCE_SEC", 0.5)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # Ray takes no node's word for more than this
-    told = threading.Event()
-    monkeypatch.setattr(cluster.Cluster, "_tell_of_waiting", lambda self, tell=TELL: (tell(self), told.set()))
-
-    def work() -> list[tuple[int, str]]:
-        with nodes.keys.opened(of_gpu, 1, gpu=True) as engine:
-            return list(engine.run([5]))
-
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(work)
-        assert told.wait(60)
-        added = nodes.add(num_gpus=1)  # Ray adds nodes in a main thread alone
-        assert done.result(120) == [(5, "0")]
-    nodes.remove(added)
-    begin = (
-        "ray: no worker has started yet. Each needs 1 CPU and 1 GPU; the cluster has 1 CPU (1 free), 0 GPU (0 free)."
-    )
-    assert capsys.readouterr().err.startswith(begin)
 
 
 def test_a_cluster_that_is_not_there_is_refused_in_seconds(tars, tmp_path, monkeypatch, capsys):
