@@ -213,10 +213,6 @@ def input_problems(location: str, stage: Stage) -> list[str]:
         and dict(zip(stage.columns, stage.encodings, strict=True))[stage.adopted.image] == "pil"
     ):
         return [f"IN: {location} has pictures as pixels, which no stage holds. Write them as jpeg, png or bytes."]
-    if stage.adopted is None and not {"width", "height"} <= set(stage.columns):
-        return [
-            f"IN: {location} has no columns width and height. Make the stage again: python -m prepare.shards --help"
-        ]
     return []
 
 

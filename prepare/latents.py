@@ -208,8 +208,9 @@ def targets_of(
 
 
 def plan_for(target: Target, encoder: Encoder) -> Plan:
-    """Return the plan for the moments of a stage of images or videos."""
+    """Return the plan for the moments of a target, whose size the encoder gets."""
     config, stage = target.config, target.stage
+    encoder.size = config.size
     facts = {
         "family": config.model.family,
         "preset": config.model.preset,
@@ -254,51 +255,32 @@ def plan_of_whole(config: LatentsConfig, stage: Stage, of_bucket: Plan) -> Plan:
     return plan_of_set(of_bucket.made_by, of_bucket.stage, of_bucket.shard_size, sizes, facts)
 
 
-class Encoding:
-    """The encoders of a rank, for the parts of all targets."""
+def make_parts(encoder: Encoder, target: Target, plan: Plan, todo: Sequence[int]) -> float:
+    """Make parts of a target one after the other; return the time of the slowest in seconds."""
+    config, source, stage, shards, place = target
+    workers, longest_sec = config.workers, 0.0
+    if not todo:
+        return longest_sec  # do not create a scratch folder again: rank 0 may have removed it
+    num_images, is_first = sum(shards[number]["samples"] for number in todo), dist.get_global_rank() == 0
+    with (
+        ThreadPoolExecutor(workers) as pool,
+        place.scratch_folder() as folder,
+        tqdm(total=num_images, unit=" images", desc="encode", disable=not is_first) as progress,
+    ):
 
-    def __init__(self, config: LatentsConfig):
-        self.encoder = Encoder(
-            fetched(config.model),
-            size=config.size,
-            normalize=config.normalize,
-            precision=config.precision,
-            batch_size=config.images_at_once,
-            store_text=config.store_text,
-            tiling=config.tiling,
-        )
+        def fill(number: int, part: Part) -> None:
+            reader = open_shard(source, shards[number], folder, stage.adopted)
+            one = functools.partial(decode_row, reader, encoder.size, encoder.image_dtype, config.fps)
+            samples = in_order(pool, one, range(len(reader)), ahead=2 * (encoder.batch_size + workers))
+            encoder.fill(part, samples, plan.columns, progress.update)
+            if Path(reader.dirname) == folder:
+                (folder / reader.raw_data.basename).unlink()
 
-    def plan(self, target: Target) -> Plan:
-        """Return the plan of a target."""
-        self.encoder.size = target.config.size
-        return plan_for(target, self.encoder)
-
-    def make_parts(self, target: Target, plan: Plan, todo: Sequence[int]) -> float:
-        """Make parts of a target one after the other; return the time of the slowest in seconds."""
-        config, source, stage, shards, place = target
-        encoder, workers, longest_sec = self.encoder, config.workers, 0.0
-        if not todo:
-            return longest_sec  # do not create a scratch folder again: rank 0 may have removed it
-        num_images, is_first = sum(shards[number]["samples"] for number in todo), dist.get_global_rank() == 0
-        with (
-            ThreadPoolExecutor(workers) as pool,
-            place.scratch_folder() as folder,
-            tqdm(total=num_images, unit=" images", desc="encode", disable=not is_first) as progress,
-        ):
-
-            def fill(number: int, part: Part) -> None:
-                reader = open_shard(source, shards[number], folder, stage.adopted)
-                one = functools.partial(decode_row, reader, encoder.size, encoder.image_dtype, config.fps)
-                samples = in_order(pool, one, range(len(reader)), ahead=2 * (encoder.batch_size + workers))
-                encoder.fill(part, samples, plan.columns, progress.update)
-                if Path(reader.dirname) == folder:
-                    (folder / reader.raw_data.basename).unlink()
-
-            for number in todo:
-                started = time.monotonic()
-                make_part(place, plan, number, fill)
-                longest_sec = max(longest_sec, time.monotonic() - started)
-        return longest_sec
+        for number in todo:
+            started = time.monotonic()
+            make_part(place, plan, number, fill)
+            longest_sec = max(longest_sec, time.monotonic() - started)
+    return longest_sec
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,28 +300,37 @@ def write_stage(
         Refused: OUT has other content.
         Failed, OSError: the work had to stop.
     """
-    encoding, rank, ranks = Encoding(config), dist.get_global_rank(), dist.get_world_size()
-    for note in encoding.encoder.encoders.notes:
+    rank, ranks = dist.get_global_rank(), dist.get_world_size()
+    encoder = Encoder(
+        fetched(config.model),
+        size=config.size,
+        normalize=config.normalize,
+        precision=config.precision,
+        batch_size=config.images_at_once,
+        store_text=config.store_text,
+        tiling=config.tiling,
+    )
+    for note in encoder.encoders.notes:
         log.info(f"model.weights: {note}")
     if config.store_text and "captions" in stage.columns:
         log.info("store_text: true: of a picture's several captions the first is kept, whose text states are stored.")
     started, counts, made, written = time.monotonic(), SampleCounts(), SampleCounts(), {}
-    whole = plan_of_whole(config, stage, encoding.plan(targets[0])) if stage.buckets else None
+    whole = plan_of_whole(config, stage, plan_for(targets[0], encoder)) if stage.buckets else None
     if whole and rank == 0:
         begin(open_place(out), whole)
     for target in targets:
-        plan, place = encoding.plan(target), target.place
+        plan, place = plan_for(target, encoder), target.place
         if rank != 0:
             wait_for_plan(place, plan)
             mine = [number for number in parts_to_make(place, plan) if number % ranks == rank]
-            encoding.make_parts(target, plan, mine)
+            make_parts(encoder, target, plan, mine)
             continue
         with place.only_writer():
             begin(place, plan)
             todo = parts_to_make(place, plan)
-            longest_sec = encoding.make_parts(target, plan, [number for number in todo if number % ranks == 0])
+            longest_sec = make_parts(encoder, target, plan, [number for number in todo if number % ranks == 0])
             wait_for_parts(place, len(target.shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
-            of_target = finish(place, plan, put_empty_text(place, encoding.encoder.empty_states()))
+            of_target = finish(place, plan, put_empty_text(place, encoder.empty_states()))
         counts.add(of_target)
         written[target.config.size] = of_target.written
         made.read += sum(target.shards[number]["samples"] for number in todo)  # by all ranks

@@ -251,7 +251,7 @@ def test_who_makes_a_part_changes_no_byte(stage, unbroken, tmp_path, monkeypatch
     out = tmp_path / "out"
     words = [str(stage), str(out), *KEYS]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(latents.Encoding, "make_parts", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(latents, "make_parts", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         latents.main(words)
     num = len(json.loads((out / "plan.json").read_text())["parts"])
     for rank in (1, 0):
