@@ -15,7 +15,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from prepare.samples import SourceError
 
@@ -50,7 +50,7 @@ class Header(tarfile.TarInfo):
         return info
 
     @classmethod
-    def fromtarfile(cls, tarfile: StrictTar) -> Header:
+    def fromtarfile(cls, tarfile: Any) -> Header:
         return tarfile.checked(super().fromtarfile)
 
 
@@ -78,10 +78,10 @@ class StrictTar(tarfile.TarFile):
 def open_tar(path: Path) -> Iterator[StrictTar]:
     """Open a tar, decompressed if need be."""
     with contextlib.ExitStack() as stack:
-        file: BinaryIO = stack.enter_context(open(path, "rb"))
+        file: Any = stack.enter_context(open(path, "rb"))
         for magic, decompressed in COMPRESSED:
-            if re.match(magic, file.peek(16)):  # type: ignore[attr-defined]
-                file = stack.enter_context(decompressed(path, "rb"))  # type: ignore[arg-type]
+            if re.match(magic, file.peek(16)):
+                file = stack.enter_context(decompressed(path, "rb"))
                 break
         keys: dict[str, Any] = {"ignore_zeros": True, "encoding": "utf-8", "errors": "surrogateescape"}
         yield stack.enter_context(StrictTar.open(fileobj=file, mode="r|", bufsize=2**16, **keys))
@@ -95,7 +95,7 @@ def members(tar: StrictTar) -> Iterator[tuple[tarfile.TarInfo, str | None]]:
         SourceError: a header is too large to be read.
     """
     for info in tar:
-        tar.members = []  # a tar may have millions
+        tar.members = []  # type: ignore[attr-defined]  # a tar may have millions
         if not info.isdir():
             yield info, _problem_of(info)
 
