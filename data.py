@@ -38,7 +38,6 @@ from stages.dataset import Stage, column_problem
 from stages.draws import Draw
 from stages.fetch import PATIENCE_SEC
 from stages.images import captions_of, crop_room, decode_image, resize_and_crop, shown_part, size_of
-from stages.latents import LatentsStream
 from stages.loader import Loader
 from stages.mixture import (
     Opened,
@@ -365,9 +364,6 @@ def open_stages(
     tokenize = family.tokenize if config.text == "encoded" else None
     captions = [None if one.stage.adopted else one.config.caption for one in given]  # of others: see stream_of
     ways: dict[str, Any] = dict(image_sizes=[one.size for one in given], captions=captions, flip=config.flip)
-    if config.stage == "moments" and given[0].stage.adopted is not None:
-        shape, scale = family.latent_shape(given[0].size), given[0].stage.facts["latent_scale"]
-        return LatentsStream(shape=shape, scale=scale, tokenize=family.tokenize, **arguments)
     if config.stage == "moments":
         return MomentsStream(columns=kinds, tokenize=tokenize, **ways, **arguments)
     if config.stage == "videos":

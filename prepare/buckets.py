@@ -34,14 +34,23 @@ from tqdm import tqdm
 from cli.command import command, start
 from cli.errors import ConfigError
 from cli.limits import ImageSize, limited, size_in_bytes
-from prepare.bucket_sets import bucket_name, finish_set, plan_of_set
 from prepare.counts import SampleCounts, where_to_look
 from prepare.encoder import open_shard
 from prepare.latents import open_input
-from prepare.parts import Part, Plan, begin, finish, make_part, parts_to_make
+from prepare.parts import (
+    Part,
+    Plan,
+    begin,
+    bucket_name,
+    finish,
+    finish_set,
+    make_part,
+    parts_to_make,
+    plan_of_set,
+)
 from prepare.places import Place, open_place, out_problem, writing
 from prepare.words import read_words
-from stages.buckets import bucket_of, bucket_sizes, cropped_frac
+from stages.buckets import bucket_of, bucket_sizes
 from stages.dataset import Stage
 from stages.images import SampleError, captions_of, decode_image, size_of
 from zoo.spec import MAX_SIDE_PX
@@ -68,26 +77,6 @@ class BucketsConfig:
     def sizes(self) -> list[ImageSize]:
         """(width, height) of the buckets, px."""
         return bucket_sizes(self.image_size, step_px=self.step, max_aspect=self.max_aspect or math.inf)
-
-
-@dataclass
-class Area:
-    """How much of the pictures' area is cut off, in buckets and in squares."""
-
-    pictures: int = 0
-    in_buckets: float = 0.0
-    in_squares: float = 0.0
-
-    def add(self, size: ImageSize, bucket: ImageSize) -> None:
-        self.pictures += 1
-        self.in_buckets += cropped_frac(size, bucket)
-        self.in_squares += cropped_frac(size, (1, 1))
-
-    def __str__(self) -> str:
-        if not self.pictures:
-            return ""
-        buckets, squares = (cut / self.pictures for cut in (self.in_buckets, self.in_squares))
-        return f"; cut off of a picture's area: {buckets:.1%} in buckets, {squares:.1%} in squares"
 
 
 def groups_of(shards: Sequence[Mapping[str, Any]], group_bytes: int) -> list[list[Mapping[str, Any]]]:
@@ -142,7 +131,6 @@ def make_parts(
     plans: dict[ImageSize, Plan],
     groups: Sequence[Sequence[Mapping[str, Any]]],
     rows: Any,
-    area: Area,
 ) -> None:
     """Make every bucket's part of each group, where one is missing."""
     todo = {size: set(parts_to_make(places[size], plan)) for size, plan in plans.items()}
@@ -152,8 +140,6 @@ def make_parts(
         for row, problem in rows(groups[number]):
             size = sizes[0] if problem else sizes[bucket_of((row["width"], row["height"]), sizes)]
             of_bucket[size].append((row, problem))
-            if problem is None:
-                area.add((row["width"], row["height"]), size)
         for size, found in of_bucket.items():
             if number in todo[size]:
                 make_part(places[size], plans[size], number, functools.partial(_fill, found))
@@ -170,9 +156,9 @@ def _fill(rows: Sequence[tuple[dict[str, Any], str | None]], number: int, part: 
 
 def write_set(
     config: BucketsConfig, source: Place, stage: Stage, shards: Sequence[Mapping[str, Any]], place: Place
-) -> tuple[SampleCounts, Area]:
+) -> SampleCounts:
     """Make the set, or its missing parts. Raises Refused: OUT has other content; Failed, OSError: the work had to stop."""
-    shard_size, sizes, area, counts = bytes_to_int(config.shard_size), config.sizes, Area(), SampleCounts()
+    shard_size, sizes, counts = bytes_to_int(config.shard_size), config.sizes, SampleCounts()
     groups = groups_of(shards, GROUP * shard_size)
     plans = {size: plan_for(size, config, stage, groups) for size in sizes}
     facts = {**plans[sizes[0]].facts, "image_size": [config.image_size] * 2}
@@ -182,14 +168,14 @@ def write_set(
         places = {size: open_place(f"{place.address.rstrip('/')}/{bucket_name(size)}") for size in sizes}
         for size in sizes:
             begin(places[size], plans[size])
-        make_parts(places, plans, groups, functools.partial(rows_of, stage, source), area)
+        make_parts(places, plans, groups, functools.partial(rows_of, stage, source))
         written = {}
         for size in sizes:
             of_bucket = finish(places[size], plans[size])
             counts.add(of_bucket)
             written[size] = of_bucket.written
         finish_set(place, whole, written)
-    return counts, area
+    return counts
 
 
 @command(__doc__)
@@ -213,8 +199,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(problems)
     assert found is not None
     with writing(paths[1]):
-        counts, area = write_set(config, *found, open_place(paths[1]))
-    print(f"{counts}{area}; {where_to_look(counts, paths[1])}", flush=True)
+        counts = write_set(config, *found, open_place(paths[1]))
+    print(f"{counts}; {where_to_look(counts, paths[1])}", flush=True)
     return counts.exit_code
 
 
@@ -224,13 +210,9 @@ def input_problems(location: str, stage: Stage) -> list[str]:
         return [f"IN: {location} has buckets already. Give the stage that they were made of."]
     if (
         stage.adopted is not None
-        and dict(zip(stage.columns, stage.encodings, strict=True))[stage.adopted.image or ""] == "pil"
+        and dict(zip(stage.columns, stage.encodings, strict=True))[stage.adopted.image] == "pil"
     ):
         return [f"IN: {location} has pictures as pixels, which no stage holds. Write them as jpeg, png or bytes."]
-    if stage.adopted is None and not {"width", "height"} <= set(stage.columns):
-        return [
-            f"IN: {location} has no columns width and height. Make the stage again: python -m prepare.shards --help"
-        ]
     return []
 
 

@@ -1,6 +1,6 @@
 """A Ray cluster as an engine: workers that make numbered parts, started anew by Ray when they or their nodes die.
 
-A worker is an actor with a CPU, and with a GPU where it is asked for; it makes one part at a time. When it dies, Ray starts
+A worker is an actor with a CPU; it makes one part at a time. When it dies, Ray starts
 it anew where there is room, and tries its part again. Each actor that waits for room is demand that an autoscaler sees.
 
 The workers run this checkout: Ray copies it to the nodes, whose environment has to be the same. The variables of stores go
@@ -13,14 +13,11 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +25,7 @@ from cli.errors import ROOT, ConfigError, Failed, Refused
 from cli.log import log
 from prepare.names import GO_ON, part_name
 
-FIND_SEC, ANSWER_SEC = 5.0, 20.0  # for somebody to listen at the head's port, and for a cluster to answer there
+FIND_SEC = 5.0  # for a process to listen at the head's port
 SILENCE_SEC, AGAIN_SEC = 60.0, 300.0  # until it is told that no worker has started, and told again
 TRIES = 5  # of a part whose worker died, after the first: more such deaths have a reason that stays
 NOT_SHIPPED = ["/bench", "/reports/results", "/reports/predecessor", "__pycache__"]
@@ -93,7 +90,7 @@ def connected(address: str) -> Iterator[Any]:
 
 
 def _find(address: str) -> None:
-    """Refuse an address where no cluster answers: Ray itself would try for minutes, and then end the process."""
+    """Refuse an address where no process listens: Ray itself would try for minutes, and then end the process."""
     given = os.environ.get("RAY_ADDRESS") or address if address == "auto" else address
     host, _, port = given.rpartition(":")
     if host and "/" not in given and port.isdecimal():
@@ -101,38 +98,11 @@ def _find(address: str) -> None:
             socket.create_connection((host, int(port)), timeout=FIND_SEC).close()
         except OSError as error:
             _refuse(given, f"{type(error).__name__}: {error}", error)
-    words = [sys.executable, "-m", "ray.scripts.scripts", "health-check", *(["--address", given] if host else [])]
-    try:
-        same = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # where Ray was found
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=ANSWER_SEC, stdin=subprocess.DEVNULL, env=same
-        )
-    except subprocess.TimeoutExpired as error:
-        _refuse(given, f"none has answered for {ANSWER_SEC:.0f} s", error)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        _refuse(given, last.partition(". ")[0])
 
 
-def _refuse(address: str, why: str, error: Exception | None = None) -> NoReturn:
+def _refuse(address: str, why: str, error: Exception) -> NoReturn:
     todo = "Start one with `ray start --head`, on further nodes `ray start --address=HOST:PORT`, or give its address"
     raise Refused(f"ray: no cluster at {address} ({why.rstrip('.')}). {todo}.") from error
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What a part ended with instead of a result."""
-
-    error: Exception
-    """Failed, Refused or OSError as it was; of any other kind its name and text."""
-    trace: str
-
-
-class Trace(Exception):
-    """Where an error was raised in another process; shown as the cause of what is raised here."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 class Worker:
@@ -148,7 +118,7 @@ class Worker:
         return str(ray.util.get_node_ip_address())
 
     def make(self, given: list[Any], number: Any) -> Any:
-        """Make a part; what it ended with is returned instead of raised.
+        """Make a part; an error is returned, with its traceback as a note: RuntimeError for any but our own and OSError.
 
         Args:
             given: one reference, to start, the variables of stores, and the folder in which the command runs.
@@ -171,7 +141,9 @@ class Worker:
                 kind = OSError
             elif kind not in (Failed, Refused):
                 kind, text = RuntimeError, f"{kind.__name__}: {error}"
-            return Ended(kind(f"{text} [{_name_of(number)}, node {self.node()}]"), traceback.format_exc())
+            returned = kind(f"{text} [{_name_of(number)}, node {self.node()}]")
+            returned.add_note(traceback.format_exc())
+            return returned
 
 
 class Cluster:
@@ -179,23 +151,18 @@ class Cluster:
 
     Args:
         ray: the module, connected.
-        start, workers, gpu: see `EngineKeys.opened`.
+        start, workers: see `EngineKeys.opened`.
     """
 
-    def __init__(self, ray: Any, start: Callable[[], Any], workers: int | None, gpu: bool | None):
+    def __init__(self, ray: Any, start: Callable[[], Any], workers: int | None):
         self._ray = ray
-        has = ray.cluster_resources()
-        self.gpu = has.get("GPU", 0) >= 1 if gpu is None else gpu
-        """Whether each worker has a GPU."""
-        self._workers = workers or max(1, int(has.get("GPU" if self.gpu else "CPU", 1)))
+        self._workers = workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
         variables = {
             name: value for name, value in os.environ.items() if name.startswith(STORES) or name.upper() in PROXIES
         }
         # Stored, not an argument: those stand in the cluster's tables as they are.
         self._given = [ray.put((start, variables, str(Path.cwd())))]
-        self._actor = ray.remote(Worker).options(
-            num_cpus=1, num_gpus=1 if self.gpu else 0, max_restarts=-1, scheduling_strategy="SPREAD"
-        )
+        self._actor = ray.remote(Worker).options(num_cpus=1, max_restarts=-1, scheduling_strategy="SPREAD")
         self._idle: list[Any] = []
         self._busy: dict[Any, tuple[Any, Any]] = {}
         """What is waited for -> its actor, and the number of its part; `_STARTS`: that it runs."""
@@ -229,8 +196,8 @@ class Cluster:
                     self._wait_for(actor)
                     continue
                 self._idle.append(actor)
-                if isinstance(result, Ended):
-                    raise result.error from Trace(result.trace)
+                if isinstance(result, Exception):
+                    raise result
                 if number is not _STARTS:
                     todo -= 1
                     yield number, result
@@ -252,18 +219,13 @@ class Cluster:
             self._ray.kill(self._busy.pop(ref)[0])
 
     def _tell_of_waiting(self) -> None:
-        has, free = self._ray.cluster_resources(), self._ray.available_resources()
-        room = ", ".join(f"{has.get(kind, 0):g} {kind} ({free.get(kind, 0):g} free)" for kind in ("CPU", "GPU"))
-        needs = "1 CPU and 1 GPU" if self.gpu else "1 CPU"
+        has, free = (of.get("CPU", 0) for of in (self._ray.cluster_resources(), self._ray.available_resources()))
         todo = "It waits; add a node with `ray start --address=HOST:PORT`, or end what holds them"
-        log.warning(f"ray: no worker has started yet. Each needs {needs}; the cluster has {room}. {todo}.")
+        log.warning(f"ray: no worker has started yet. Each needs a CPU; of {has:g} {free:g} are free. {todo}.")
 
     def close(self) -> None:
-        for actor, _ in self._busy.values():
+        for actor in [*(actor for actor, _ in self._busy.values()), *self._idle]:
             with contextlib.suppress(Exception):  # the cluster itself may be gone
-                self._ray.kill(actor)
-        for actor in self._idle:
-            with contextlib.suppress(Exception):
                 self._ray.kill(actor)
         self._busy.clear()
         self._idle.clear()

@@ -33,8 +33,6 @@ class SampleCounts:
     ignored_files: int = 0
     """Files that were not read."""
     ignored_example: str | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    """What the samples that were made here took, by kind of work. In no file, since no two starts take the same time."""
 
     @property
     def found(self) -> int:
@@ -57,12 +55,6 @@ class SampleCounts:
             getattr(self, name).update(getattr(other, name))
         self.ignored_files += other.ignored_files
         self.ignored_example = self.ignored_example or other.ignored_example
-        for kind, seconds in other.seconds.items():
-            self.clock(kind, seconds)
-
-    def clock(self, kind: str, seconds: float) -> None:
-        """Add to the time of a kind of work."""
-        self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
 
     def as_facts(self) -> dict[str, Any]:
         """Return it as JSON values, with sorted reasons."""
@@ -84,19 +76,8 @@ class SampleCounts:
         return text + (files if self.ignored_files else "")
 
     def pace(self, unit: str, seconds: float) -> str:
-        """Say how fast these samples were read, and which part of the workers' time each kind of work took.
-
-        Args:
-            seconds: from the first of them to the last.
-        """
-        if not self.read:
-            return ""
-        shares = sorted(self.seconds.items(), key=lambda item: (item[0] == "rest", -item[1]))
-        whole = sum(self.seconds.values())
-        what = ", ".join(f"{kind} {part / whole:.1%}" for kind, part in shares) if whole else ""
-        rate = self.read / seconds
-        shown = f"{rate:,.1f}" if rate >= 10 else f"{rate:.3g}"
-        return f"; {shown} {unit}/s over {seconds:,.1f} s" + (f" ({what})" if what else "")
+        """Return how fast these samples were read. `seconds`: from the first of them to the last."""
+        return f"; {self.read / seconds:,.4g} {unit}/s over {seconds:,.1f} s" if self.read else ""
 
 
 def _with_reasons(counter: Counter[str]) -> str:

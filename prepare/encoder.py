@@ -54,34 +54,27 @@ class Decoded:
     problem: str | None = None
 
 
-def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, row: int) -> Decoded:
-    """Read, decode, resize and crop one sample; in a thread."""
-    sample = _read(reader, row)
+def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, rate: float | None, row: int) -> Decoded:
+    """Read, decode, resize and crop one sample, of a video the clip in its middle; in a thread.
+
+    Args:
+        rate: frames a second of clips, see `stages.video_stream.read_clip`.
+    """
     try:
-        captions = captions_of(sample)
-        pixels = decode_image(sample["jpg"])
-        image, sizes = resize_and_crop(pixels, size, dtype), shown_part(size_of(pixels), size)
-    except SampleError as error:
-        return Decoded(str(sample["key"]), problem=str(error))
-    return Decoded(str(sample["key"]), captions, image, sizes, sample.get("metadata"))
-
-
-def decode_clip(reader: MDSReader, size: ImageSize, rate: float | None, row: int) -> Decoded:
-    """The same of a film's clip: the one in its middle, see `stages.video_stream.read_clip`."""
-    sample = _read(reader, row)
-    try:
-        captions = captions_of(sample)
-        clip = read_clip(sample, size, rate=rate).permute(3, 0, 1, 2)
-    except SampleError as error:
-        return Decoded(str(sample["key"]), problem=str(error))
-    return Decoded(str(sample["key"]), captions, clip, metadata=sample.get("metadata"))
-
-
-def _read(reader: MDSReader, row: int) -> dict[str, Any]:
-    try:
-        return reader[row]
+        sample = reader[row]
     except OSError as error:
         raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command resumes it.") from error
+    key, metadata, sizes = str(sample["key"]), sample.get("metadata"), ()
+    try:
+        captions = captions_of(sample)
+        if len(size) > 2:
+            image = read_clip(sample, size, rate=rate).permute(3, 0, 1, 2)
+        else:
+            pixels = decode_image(sample["jpg"])
+            image, sizes = resize_and_crop(pixels, size, dtype), shown_part(size_of(pixels), size)
+    except SampleError as error:
+        return Decoded(key, problem=str(error))
+    return Decoded(key, captions, image, sizes, metadata)
 
 
 def in_order(pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], ahead: int) -> Iterator[Any]:
@@ -164,17 +157,15 @@ class Encoder:
             columns: of the part.
             done: called with the number of samples read.
         """
-        for batch in self._batches(part, samples, done):
-            with part.clocked("encode"):
-                images = torch.stack([sample.image for sample in batch])
-                values = self.columns_of(images)
-                values |= {FLIPPED: self.columns_of(images.flip(-1))["moments"]} if FLIPPED in columns else {}
-                of_vae = list(values)
-                values |= (tokens := tokens_of(self.family, [sample.captions[0] for sample in batch]))
-                states = self.text_states(
-                    {name: torch.from_numpy(column.astype(np.int64)) for name, column in tokens.items()}
-                )
-                values |= {name: to_float16(column) for name, column in states.items()}
+        usable = self._usable(part, samples, done)
+        while batch := list(itertools.islice(usable, self.batch_size)):
+            images = torch.stack([sample.image for sample in batch])
+            values = self.columns_of(images)
+            values |= {FLIPPED: self.columns_of(images.flip(-1))["moments"]} if FLIPPED in columns else {}
+            of_vae = list(values)
+            values |= (tokens := tokens_of(self.family, [sample.captions[0] for sample in batch]))
+            states = self.text_states({k: torch.from_numpy(column.astype(np.int64)) for k, column in tokens.items()})
+            values |= {name: to_float16(column) for name, column in states.items()}
             for number, sample in enumerate(batch):
                 row = {name: column[number] for name, column in values.items()}
                 try:
@@ -192,17 +183,6 @@ class Encoder:
                 row |= {"caption": sample.captions[0], "captions": sample.captions}
                 row |= {"key": sample.key, "metadata": sample.metadata, "sizes": np.array(sample.sizes, np.uint16)}
                 part.write({name: row[name] for name in columns})
-
-    def _batches(
-        self, part: Part, samples: Iterator[Decoded], done: Callable[[int], Any]
-    ) -> Iterator[Sequence[Decoded]]:
-        usable = self._usable(part, samples, done)
-        while True:
-            with part.clocked("wait for decoding"):
-                batch = list(itertools.islice(usable, self.batch_size))
-            if not batch:
-                return
-            yield batch
 
     @staticmethod
     def _usable(part: Part, samples: Iterator[Decoded], done: Callable[[int], Any]) -> Iterator[Decoded]:

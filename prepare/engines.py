@@ -19,13 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-from composer.utils import dist
+from typing import Any, Literal
 
 from cli.command_line import Problem
 from cli.errors import Failed
-from cli.limits import limited
 from prepare.cluster import Cluster, connected
 from prepare.parts import GO_ON
 
@@ -43,13 +40,12 @@ class EngineKeys:
     """Address of a Ray cluster's head, HOST:PORT. auto: RAY_ADDRESS, or the cluster of this machine."""
 
     @contextlib.contextmanager
-    def opened(self, start: Start, workers: int | None = None, *, gpu: bool | None = False) -> Iterator[Engine]:
+    def opened(self, start: Start, workers: int | None = None) -> Iterator[Engine]:
         """Yield an engine; at the end its workers are gone.
 
         Args:
             start: called once in each worker; for engine=ray it has to be picklable.
-            workers: at most. None: all cores of this machine or of the cluster; with `gpu`, its GPUs.
-            gpu: of a cluster, whether each worker gets a GPU. None: where it has one now.
+            workers: at most. None: all cores of this machine or of the cluster.
 
         Raises:
             Refused: there is no such cluster, or Ray is not installed.
@@ -59,18 +55,8 @@ class EngineKeys:
             with contextlib.closing(engine):
                 yield engine
             return
-        with connected(self.ray) as ray, contextlib.closing(Cluster(ray, start, workers, gpu)) as engine:
+        with connected(self.ray) as ray, contextlib.closing(Cluster(ray, start, workers)) as engine:
             yield engine
-
-
-@dataclass(frozen=True)
-class ActorKeys(EngineKeys):
-    """Further keys of the commands whose workers hold a network."""
-
-    actors: int | None = limited(None, 1, 2**16)
-    """Workers of engine=ray, each with its own network. null: as many as the cluster has GPUs, or cores."""
-    gpus: bool | None = None
-    """A GPU for each worker of engine=ray. null: if the cluster has any at the start."""
 
 
 def check_keys(keys: EngineKeys) -> list[Problem]:
@@ -87,35 +73,6 @@ def check_keys(keys: EngineKeys) -> list[Problem]:
     return []
 
 
-def check_actor_keys(keys: ActorKeys, module: str) -> list[Problem]:
-    """Return what is wrong with the keys themselves. `module`: the command's, for what to do instead."""
-    found = check_keys(keys)
-    if keys.engine == "local":
-        given = [key for key in ("actors", "gpus") if getattr(keys, key) is not None]
-        todo = "Give engine=ray, or leave it out"
-        found += [Problem(f"{key}: has no use with engine=local. {todo}.", (key,)) for key in given]
-    elif (ranks := dist.get_world_size()) > 1:
-        todo = f"Run python -m {module} alone, or leave engine=ray out"
-        found.append(Problem(f"engine: ray is given under a launcher with {ranks} ranks. {todo}.", ("engine",)))
-    return found
-
-
-class Engine(Protocol):
-    """Makes parts; see `EngineKeys.opened`."""
-
-    def run(self, numbers: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield (number, what make(number) has returned) in the order in which they get done.
-
-        Raises:
-            Failed, Refused, OSError: as `make` or `start` raised it.
-            Failed: a worker was killed, again and again where the engine is a cluster's.
-        """
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """End the workers."""
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Processes of this machine
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,10 +87,17 @@ class Local:
         self._running: Generator[tuple[Any, Any]] | None = None
 
     def run(self, numbers: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield (number, what make(number) has returned) in the order in which they get done.
+
+        Raises:
+            Failed, Refused, OSError: as `make` or `start` raised it.
+            Failed: a worker was killed, again and again where the engine is a cluster's.
+        """
         self._running = self._run(numbers)
         return self._running
 
     def close(self) -> None:
+        """End the workers."""
         if self._running is not None:
             self._running.close()
 
@@ -161,6 +125,9 @@ class Local:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
+
+Engine = Local | Cluster
+"""Makes parts, see `EngineKeys.opened`."""
 
 _started: list[Any] = []
 """In a worker process of `Local`: start, and then make."""

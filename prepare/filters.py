@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prepare.samples import Sample, Taken, usual_name
 from stages.images import SampleError
 
 # Of LAION, of COYO, of DataComp.
@@ -32,7 +31,12 @@ class Filters:
     max_aspect: float | None = None
     min_similarity: float | None = None
     similarity: str | None = None
-    """Field of the metadata; None: a usual one, see `with_similarity`."""
+    """Field of the metadata; None: the first usual one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of the metadata that may have the similarity."""
+        return (self.similarity,) if self.similarity else USUAL_SIMILARITIES
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -50,33 +54,20 @@ class Filters:
         if self.max_aspect is not None and max(max(size) / min(size) for size in sizes) > self.max_aspect:
             raise LeftOut(f"aspect above {self.max_aspect:g}")
         if self.min_similarity is not None:
-            similarity = as_number(known.get(self.similarity))
-            if similarity is None:
-                raise LeftOut(f"no {self.similarity} in the metadata")
-            if not similarity >= self.min_similarity:
-                raise LeftOut(f"{self.similarity} below {self.min_similarity:g}")
+            numbers = [number for name in self.names if (number := as_number(known.get(name))) is not None]
+            if not numbers:
+                raise LeftOut("no similarity in the metadata")
+            if not numbers[0] >= self.min_similarity:
+                raise LeftOut(f"similarity below {self.min_similarity:g}")
 
-    def with_similarity(self, samples: Sequence[Sample], taken: Taken, where: str) -> Filters:
-        """Return it with the field of the metadata that has the similarity. Raises ValueError: no sample has one."""
-        if self.min_similarity is None:
-            return self
-        names: dict[str, None] = {}
-        for sample in samples:
-            try:
-                metadata = sample.metadata(taken)
-            except SampleError:
-                continue
-            if isinstance(metadata, Mapping):
-                names |= {name: None for name, value in metadata.items() if as_number(value) is not None}
-        wanted = (self.similarity,) if self.similarity else USUAL_SIMILARITIES
-        found = self.similarity if self.similarity in names else usual_name(names, wanted)
-        if found is None:
-            numbers = f"Numbers there: {', '.join(list(names)[:20]) or 'none'}"
+    def check_names(self, metadata: Sequence[Any], where: str) -> None:
+        """Raise ValueError if a similarity is wanted, and none of the first samples' metadata has one."""
+        known = {name for of_sample in metadata if isinstance(of_sample, Mapping) for name in of_sample}
+        if self.min_similarity is not None and not known & {*self.names}:
+            has = f"The metadata of {where} has {', '.join(sorted(known)[:20]) or 'nothing'}"
             raise ValueError(
-                f"min_similarity: the metadata of {where} has no {' or '.join(wanted)}, and it is not computed here. "
-                f"{numbers}. Give similarity=NAME, or leave min_similarity out."
+                f"min_similarity: no {' or '.join(self.names)}. {has}. Give similarity=NAME, or leave min_similarity out."
             )
-        return Filters(self.min_side_px, self.max_aspect, self.min_similarity, found)
 
 
 def as_number(value: Any) -> float | None:

@@ -16,10 +16,9 @@ from pathlib import Path, PurePosixPath
 from cli.errors import Refused
 from cli.files import read_json
 from cli.log import log
-from prepare.folders import SUFFIXES, cut_folder
 from prepare.hub_datasets import HUB, HUB_NAME, HubKeys, find_split
 from prepare.objects import Objects, StoreObject, list_objects
-from prepare.sources import Files, Source, TarObject
+from prepare.sources import SUFFIXES, Files, Source, cut_folder
 from prepare.tables import COLUMNAR, LINES, Columnar, cut
 from prepare.tars import TAR_SUFFIXES, is_tar
 from stages.dataset import is_remote
@@ -153,7 +152,7 @@ def _of_object(one: StoreObject, copies: Path) -> list[Source]:
     if suffix in COLUMNAR:
         return [Columnar(one)]
     if suffix not in (*LINES, ".json"):
-        return [TarObject(one)]
+        return [Files(one)]
     folder = copies / f"{len(list(copies.iterdir()))}"
     folder.mkdir()
     return list(cut(Objects().fetch(one.address, folder), one.address.rpartition("/")[0]))

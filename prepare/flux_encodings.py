@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from cli.limits import ImageSize
-from prepare.moments import check_finite, check_timestep, npy_shape, npy_values
+from prepare.moments import check_finite, check_timestep, npy_values
 from prepare.samples import Sample, Taken, check_key
 from stages.dataset import array_encoding
 from stages.empty_text import EMPTY_DIGEST, as_bytes, digest_of
@@ -88,7 +88,7 @@ def find_family(samples: Sequence[Sample], where: str) -> tuple[str, ImageSize]:
     problem = "has no sample"
     for sample in samples:
         try:
-            shapes = {name: npy_shape(_content(sample, name), name, "uint16") for name in ARRAYS}
+            shapes = {name: npy_values(_content(sample, name), None, name, "uint16").shape for name in ARRAYS}
         except SampleError as error:
             problem = f"has no sample that can be read: {error}"
             continue

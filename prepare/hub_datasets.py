@@ -11,7 +11,6 @@ its own is refused: the library runs none.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import re
 from collections import Counter
@@ -23,11 +22,10 @@ from typing import Any
 import xxhash
 
 from cli.errors import Failed, Refused
-from prepare.cells import log_lost, rows_of
 from prepare.parts import GO_ON
 from prepare.samples import Sample, SourceError, Taken
 from prepare.sources import Ignore, Source, damage_told
-from prepare.tables import ROWS_AT_ONCE, ImageFiles, Table, check_columns, needed
+from prepare.tables import ROWS_AT_ONCE, ImageFiles, Table, check_columns, log_lost, needed, rows_of
 from stages.images import SampleError
 
 HUB = "hf://datasets/"
@@ -149,12 +147,14 @@ def find_split(address: str, keys: HubKeys) -> list[Source]:
         Refused: `datasets` is not installed.
         ValueError: there is no such data set, configuration, split or revision; says which there are.
     """
+    from huggingface_hub import HfApi
+
     datasets, folder = needed("datasets"), Path(address)
     is_folder = folder.is_dir()
     if is_folder and keys.revision:
         raise ValueError(f"revision: {address} is a folder, which has none. Leave it out.")
     try:
-        revision = None if is_folder else _commit(address, keys.revision)
+        revision = None if is_folder else HfApi().dataset_info(address, revision=keys.revision).sha
         config = _one("config", datasets.get_dataset_config_names(address, revision=revision), keys.config, address)
         splits = datasets.get_dataset_split_names(address, config, revision=revision)
         split = _one("split", splits, keys.split or ("train" if "train" in splits else None), address)
@@ -167,43 +167,18 @@ def find_split(address: str, keys: HubKeys) -> list[Source]:
     return [HubShard(of, number, num_shards) for number in range(num_shards)]
 
 
-def _commit(name: str, revision: str | None) -> str:
-    """Return the commit that a revision of a data set on the hub is now."""
-    from huggingface_hub import HfApi
-
-    sha = HfApi().dataset_info(name, revision=revision).sha
-    assert sha is not None
-    return sha
-
-
 def _why(error: Exception, address: str, revision: str | None) -> str:
     """Return why a data set was not to be had, and what to do."""
-    where, kind = f"{address} on the hub", type(error).__name__
     if Path(address).is_dir():
         return f"{address} is not in a form that `datasets` reads ({_first_line(error)}). Give its files."
-    if kind == "GatedRepoError" or "is a gated dataset" in str(error):
-        return f"{where} is gated. Ask for access on its page, and set HF_TOKEN to a token of that account."
-    if kind == "RevisionNotFoundError":
-        return f"{where} has no revision '{revision}'. Check its name; without revision= it is the main branch."
-    if kind in ("RepositoryNotFoundError", "DatasetNotFoundError"):
-        near = _near(address)
-        hint = f" Did you mean {' or '.join(near)}?" if near else " Check the name, and HF_TOKEN where it is private."
-        return f"{address}: no such folder here, and no such data set on the hub.{hint}"
-    if isinstance(error, RuntimeError) and "scripts are no longer supported" in str(error):
-        todo = "Give its files, or revision=refs/convert/parquet where the hub has made those"
-        return f"{where} is made by code of its own, which is never run. {todo}."
-    todo = "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE; or bring its files here, and give those"
-    return f"{where} cannot be read: {_first_line(error)}. {todo}."
-
-
-def _near(name: str) -> list[str]:
-    """Return the owner's data sets whose names are alike."""
-    from huggingface_hub import HfApi
-
-    with contextlib.suppress(Exception):  # it only makes a message better
-        names = [found.id for found in HfApi().list_datasets(author=name.partition("/")[0], limit=1000)]
-        return difflib.get_close_matches(name, names, 3)
-    return []
+    todo = {
+        "GatedRepoError": "Ask for access on its page, and set HF_TOKEN to a token of that account",
+        "RevisionNotFoundError": f"It has no revision '{revision}'. Check its name",
+        "RepositoryNotFoundError": "Check the name, and HF_TOKEN where it is private",
+        "DatasetNotFoundError": "Check the name, and HF_TOKEN where it is private or gated",
+        "RuntimeError": "If it is made by code, which is never run: give its files, or revision=refs/convert/parquet",
+    }.get(type(error).__name__, "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE; or give its files")
+    return f"{address}: no such folder here, and not to be read on the hub: {_first_line(error)}. {todo}."
 
 
 def _one(key: str, possible: list[str], given: str | None, address: str) -> str:

@@ -12,10 +12,10 @@ damaged shard of IN stops the command.
 
 Each shard of IN becomes a part of OUT (prepare/parts.py), made by rank (shard number) modulo (number of ranks). If stopped
 at any point, the same command resumes with the missing parts, also on another number of ranks. OUT then has the same bytes
-as without the stop (on the same kind of device). On a CPU a rank computes with one thread, since the number of threads
-changes the last bits: start one rank per core, `composer -n CORES`. Ranks beyond the number of shards have nothing to do
-(a smaller shard_size of prepare.shards gives more shards). The default precision is fp32: moments are made once and used
-for days.
+as without the stop (on the same kind of device). Ranks of several machines share the work where all see IN and OUT: folders
+at one path, or stores. On a CPU a rank computes with one thread, since the number of threads changes the last bits: start one
+rank per core, `composer -n CORES`. Ranks beyond the number of shards have nothing to do (a smaller shard_size of
+prepare.shards gives more shards). The default precision is fp32: moments are made once and used for days.
 
 model.weights: a name on the hub, a diffusers folder, an LDM checkpoint, or random for meaningless encoders; none: the hub's
 for this network.
@@ -30,51 +30,50 @@ Exit code: 0 if at least one sample was written, 1 if none was or the work faile
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from composer.utils import dist
+from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
 from cli.command import command, start
 from cli.command_line import Problem
 from cli.errors import ConfigError
 from cli.limits import ImageSize, Pixels, limited, size_in_bytes
-from prepare.bucket_sets import finish_set, plan_of_set
+from cli.log import log
 from prepare.counts import SampleCounts, where_to_look
-from prepare.encoder import Encoder
-from prepare.engines import ActorKeys, check_actor_keys
-from prepare.latent_parts import (
-    Encoding,
-    Item,
-    bucket_address,
-    build_encoder,
-    make_parts,
-    open_input,
-    plan_for,
-    tell_notes,
-)
-from prepare.moments import put_empty_text
+from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
+from prepare.moments import mds_columns, put_empty_text
 from prepare.parts import (
     PATIENCE_SEC,
+    Part,
     Plan,
     begin,
+    bucket_name,
     finish,
+    finish_set,
+    make_part,
     parts_to_make,
+    plan_of_set,
     wait_for_parts,
     wait_for_plan,
 )
-from prepare.places import Place, open_place, out_problem, writing
+from prepare.places import Place, address_problem, open_place, out_problem, writing
 from prepare.words import read_words
-from stages.dataset import Stage
+from stages.dataset import KINDS, Stage, read_stage
+from stages.fetch import HASH
+from stages.images import resize_name
 from zoo import load_family
-from zoo.model_config import ModelConfig, model_problems, own_frames
+from zoo.model_config import ModelConfig, fetched, model_problems, own_frames
 from zoo.spec import MAX_FRAMES, MAX_SIDE_PX, as_size
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -83,7 +82,7 @@ from zoo.spec import MAX_FRAMES, MAX_SIDE_PX, as_size
 
 
 @dataclass(frozen=True)
-class LatentsConfig(ActorKeys):
+class LatentsConfig:
     """The keys of this command."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -128,8 +127,8 @@ class LatentsConfig(ActorKeys):
 
 def check(config: LatentsConfig) -> list[Problem]:
     """Return every problem that can be found before anything is built."""
-    found = check_actor_keys(config, "prepare.latents")
-    if config.precision == "tf32" and not torch.cuda.is_available() and config.engine == "local":
+    found = []
+    if config.precision == "tf32" and not torch.cuda.is_available():
         found.append(Problem("precision: tf32 needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",)))
     if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():
         given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
@@ -142,16 +141,146 @@ def check(config: LatentsConfig) -> list[Problem]:
             given = f"{key}: {str(value).lower()}, but {config.model.family} makes images"
             found.append(Problem(f"{given}. Leave it out.", (key,)))
     found += model_problems(config.model, config.size, encoders_wanted=True)
-    return found if found else _problems_of_family(config)
+    if config.flip and not found:
+        family = load_family(config.model.family, config.model.preset, config.model.variant)
+        if beside := family.beside(config.size):
+            given = f"flip: true, but {family.name} needs {', '.join(beside)}, which are not stored of mirrored images"
+            found.append(Problem(f"{given}. Leave it out.", ("flip",)))
+    return found
 
 
-def _problems_of_family(config: LatentsConfig) -> list[Problem]:
-    """Return what a known family cannot do."""
-    family = load_family(config.model.family, config.model.preset, config.model.variant)
-    if config.flip and (beside := family.beside(config.size)):
-        given = f"flip: true, but {family.name} is told of the first frame, and {', '.join(beside)} of its mirrored one"
-        return [Problem(f"{given} are not stored. Leave it out.", ("flip",))]
-    return []
+# ---------------------------------------------------------------------------------------------------------------------
+# The input, the plan and the parts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def open_input(
+    location: str, facts: str | None = None, kind: str | None = "images"
+) -> tuple[Place, Stage, Sequence[Mapping[str, Any]]]:
+    """Return the place of a stage, its facts, and its shards as its index lists them.
+
+    Args:
+        kind: images or videos; None: whatever it is.
+
+    Raises:
+        ValueError: it is not of that kind, or is unreadable.
+    """
+    if text := address_problem(location):
+        raise ValueError(f"IN: {text}")
+    try:
+        stage = read_stage(location, facts)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"IN: {error}") from error
+    if kind not in (stage.kind, None):
+        raise ValueError(f"IN: {location} is a stage of {stage.kind}. Possible: a stage of {kind} (prepare.shards).")
+    if stage.adopted is not None:
+        firsts = (np.cumsum(stage.shards.samples) - stage.shards.samples).tolist()
+        shards = [{**shard, "first": first} for shard, first in zip(stage.shards, firsts, strict=True)]
+        return open_place(location), stage, shards
+    missing = [name for name in KINDS[stage.kind] if name not in stage.columns]
+    if missing:
+        raise ValueError(f"IN: {location} has no column {', '.join(missing)}. {AGAIN}.")
+    return open_place(location), stage, stage.shards
+
+
+class Target(NamedTuple):
+    """A stage to encode, the whole of IN or one of its buckets, and where its moments go."""
+
+    config: LatentsConfig
+    source: Place
+    stage: Stage
+    shards: Sequence[Mapping[str, Any]]
+    place: Place
+
+
+def targets_of(
+    config: LatentsConfig, source: Place, stage: Stage, shards: Sequence[Mapping[str, Any]], out: str
+) -> list[Target]:
+    """Return what is encoded. Raises ValueError: a bucket is unreadable."""
+    if not stage.buckets:
+        return [Target(config, source, stage, shards, open_place(out))]
+    targets = []
+    for bucket in stage.buckets:
+        place = open_place(f"{out.rstrip('/')}/{bucket_name(bucket.size)}")
+        own = dataclasses.replace(config, image_size=bucket.size)
+        targets.append(Target(own, *open_input(bucket.location), place))
+    return targets
+
+
+def plan_for(target: Target, encoder: Encoder) -> Plan:
+    """Return the plan for the moments of a target, whose size the encoder gets."""
+    config, stage = target.config, target.stage
+    encoder.size = config.size
+    facts = {
+        "family": config.model.family,
+        "preset": config.model.preset,
+        "variant": config.model.variant,
+        "image_size": list(config.size),
+        "normalize": config.normalize,
+        "resize": resize_name(encoder.image_dtype),
+        "encoders": encoder.encoders.fingerprints,
+        "precision": config.precision,
+        "batch_size": config.images_at_once,
+        "store_text": config.store_text,
+        **({"flip": True} if config.flip else {}),
+        **({"fps": config.fps} if config.fps else {}),
+        **({"tiling": True} if config.tiling else {}),
+        "source": {"index_sha256": stage.index_sha256, "samples": stage.num_samples},
+    }
+    columns = mds_columns(
+        encoder.family,
+        config.size,
+        text=encoder.text_states(encoder.empty_text),
+        metadata=stage.adopted is None and "metadata" in stage.columns,
+        captions=stage.has_captions and not config.store_text,
+        flip=config.flip,
+        timestep=config.timestep,
+    )
+    inputs = [
+        {"name": raw["basename"], "bytes": raw["bytes"], HASH: raw["hashes"].get(HASH), "samples": shard["samples"]}
+        for shard in target.shards
+        for raw in (shard["raw_data"],)
+    ]
+    if stage.adopted is not None:
+        facts["source"]["columns"] = stage.adopted.as_facts()
+    return Plan("prepare.latents", "moments", columns, bytes_to_int(config.shard_size), facts, inputs)
+
+
+def plan_of_whole(config: LatentsConfig, stage: Stage, of_bucket: Plan) -> Plan:
+    """Return the plan of a set of buckets, from that of one of them."""
+    facts = {key: value for key, value in of_bucket.facts.items() if key != "batch_size"}
+    facts["image_size"] = list(config.size)
+    facts["source"] = {"index_sha256": stage.index_sha256, "samples": stage.num_samples}
+    sizes = [bucket.size for bucket in stage.buckets]
+    return plan_of_set(of_bucket.made_by, of_bucket.stage, of_bucket.shard_size, sizes, facts)
+
+
+def make_parts(encoder: Encoder, target: Target, plan: Plan, todo: Sequence[int]) -> float:
+    """Make parts of a target one after the other; return the time of the slowest in seconds."""
+    config, source, stage, shards, place = target
+    workers, longest_sec = config.workers, 0.0
+    if not todo:
+        return longest_sec  # do not create a scratch folder again: rank 0 may have removed it
+    num_images, is_first = sum(shards[number]["samples"] for number in todo), dist.get_global_rank() == 0
+    with (
+        ThreadPoolExecutor(workers) as pool,
+        place.scratch_folder() as folder,
+        tqdm(total=num_images, unit=" images", desc="encode", disable=not is_first) as progress,
+    ):
+
+        def fill(number: int, part: Part) -> None:
+            reader = open_shard(source, shards[number], folder, stage.adopted)
+            one = functools.partial(decode_row, reader, encoder.size, encoder.image_dtype, config.fps)
+            samples = in_order(pool, one, range(len(reader)), ahead=2 * (encoder.batch_size + workers))
+            encoder.fill(part, samples, plan.columns, progress.update)
+            if Path(reader.dirname) == folder:
+                (folder / reader.raw_data.basename).unlink()
+
+        for number in todo:
+            started = time.monotonic()
+            make_part(place, plan, number, fill)
+            longest_sec = max(longest_sec, time.monotonic() - started)
+    return longest_sec
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,116 +288,56 @@ def _problems_of_family(config: LatentsConfig) -> list[Problem]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def built(config: LatentsConfig, stage: Stage) -> Encoder:
-    """Build the encoders, and say what is worth knowing about them."""
-    encoder = build_encoder(config)
-    tell_notes(config, stage, encoder.encoders.notes)
-    return encoder
-
-
-def write_set(config: LatentsConfig, source: Place, stage: Stage, place: Place) -> tuple[SampleCounts, str] | None:
-    """Make the moments of a set of buckets, one bucket after the other; otherwise as `write_stage`.
+def write_stage(
+    config: LatentsConfig, stage: Stage, targets: Sequence[Target], out: str
+) -> tuple[SampleCounts, str] | None:
+    """Make this rank's share of the missing parts, and finish what is whole.
 
     Returns:
         On rank 0 the counts over all parts, and a text with the speed; on the others None.
-    """
-    encoder, counts, made, written = built(config, stage), SampleCounts(), SampleCounts(), {}
-    started = time.monotonic()
-    whole, is_first = plan_of_whole(plan_for(config, encoder, stage, []), stage), dist.get_global_rank() == 0
-    if is_first:
-        begin(place, whole)
-    for bucket in stage.buckets:
-        given, own = open_input(bucket.location), dataclasses.replace(config, image_size=bucket.size)
-        to = open_place(bucket_address(place.address, bucket.size))
-        encoder.size = bucket.size
-        result = write_stage(own, encoder, *given, to)
-        if result is not None:
-            of_bucket, made_now = result
-            counts.add(of_bucket)
-            made.add(made_now)
-            written[bucket.size] = of_bucket.written
-    if not is_first:
-        return None
-    finish_set(place, whole, written)
-    return counts, made.pace("images", time.monotonic() - started)
-
-
-def plan_of_whole(plan: Plan, stage: Stage) -> Plan:
-    """Return the plan of a set of buckets, from that of its size."""
-    facts = {key: value for key, value in plan.facts.items() if key != "batch_size"}
-    return plan_of_set(plan.made_by, plan.stage, plan.shard_size, [bucket.size for bucket in stage.buckets], facts)
-
-
-def write_stage(
-    config: LatentsConfig,
-    encoder: Encoder,
-    source: Place,
-    stage: Stage,
-    shards: Sequence[Mapping[str, Any]],
-    place: Place,
-) -> tuple[SampleCounts, SampleCounts] | None:
-    """Make this rank's share of the stage's missing parts, and finish the stage.
-
-    Returns:
-        On rank 0 the counts over all parts, and what was made now: samples read by all ranks, with this one's seconds;
-        on the others None.
 
     Raises:
         Refused: OUT has other content.
         Failed, OSError: the work had to stop.
     """
-    plan, ranks = plan_for(config, encoder, stage, shards), dist.get_world_size()
-    if dist.get_global_rank() != 0:
-        wait_for_plan(place, plan)
-        todo = parts_to_make(place, plan)
-        mine = [number for number in todo if number % ranks == dist.get_global_rank()]
-        make_parts(place, plan, mine, encoder, source, shards, config.workers, stage.adopted, config.fps)
-        return None
-    with place.only_writer():
-        begin(place, plan)
-        todo = parts_to_make(place, plan)
-        mine = [number for number in todo if number % ranks == 0]
-        made, longest_sec = make_parts(
-            place, plan, mine, encoder, source, shards, config.workers, stage.adopted, config.fps
-        )
-        wait_for_parts(place, len(shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
-        counts = finish(place, plan, put_empty_text(place, encoder.empty_states()))
-    return counts, SampleCounts(read=sum(shards[number]["samples"] for number in todo), seconds=made.seconds)
-
-
-def write_on_cluster(config: LatentsConfig, stage: Stage, source: str, out: str) -> tuple[SampleCounts, str]:
-    """Make the missing parts of a stage or of a set of buckets on a cluster, and finish it; returns as `write_set`.
-
-    Here no encoder is built: a worker says what the plan is.
-    """
+    rank, ranks = dist.get_global_rank(), dist.get_world_size()
+    encoder = Encoder(
+        fetched(config.model),
+        size=config.size,
+        normalize=config.normalize,
+        precision=config.precision,
+        batch_size=config.images_at_once,
+        store_text=config.store_text,
+        tiling=config.tiling,
+    )
+    for note in encoder.encoders.notes:
+        log.info(f"model.weights: {note}")
+    if config.store_text and "captions" in stage.columns:
+        log.info("store_text: true: of a picture's several captions the first is kept, whose text states are stored.")
     started, counts, made, written = time.monotonic(), SampleCounts(), SampleCounts(), {}
-    buckets = [bucket.size for bucket in stage.buckets]
-    with (
-        config.opened(functools.partial(Encoding, config, source, out), config.actors, gpu=config.gpus) as engine,
-        contextlib.ExitStack() as held,
-    ):
-        plans = dict(engine.run([Item(size) for size in (None, *buckets)]))
-        whole = plans[Item()]
-        tell_notes(config, stage, whole.notes)
-        if buckets:
-            begin(open_place(out), plan_of_whole(whole.plan, stage))
-        places = {size: open_place(bucket_address(out, size)) for size in buckets} or {None: open_place(out)}
-        todo: list[Item] = []
-        for size, place in places.items():
-            held.enter_context(place.only_writer())
-            begin(place, plans[Item(size)].plan)
-            todo += [Item(size, number) for number in parts_to_make(place, plans[Item(size)].plan)]
-        with tqdm(unit=" images", desc=f"{len(todo)} parts", disable=not todo) as progress:
-            for _, of_part in engine.run(todo):
-                progress.update(of_part.read)
-                made.add(of_part)
-        for size, place in places.items():
-            planned = plans[Item(size)]
-            of_stage = finish(place, planned.plan, put_empty_text(place, planned.empty))
-            counts.add(of_stage)
-            written[size] = of_stage.written
-    if buckets:
-        finish_set(open_place(out), plan_of_whole(whole.plan, stage), written)
+    whole = plan_of_whole(config, stage, plan_for(targets[0], encoder)) if stage.buckets else None
+    if whole and rank == 0:
+        begin(open_place(out), whole)
+    for target in targets:
+        plan, place = plan_for(target, encoder), target.place
+        if rank != 0:
+            wait_for_plan(place, plan)
+            mine = [number for number in parts_to_make(place, plan) if number % ranks == rank]
+            make_parts(encoder, target, plan, mine)
+            continue
+        with place.only_writer():
+            begin(place, plan)
+            todo = parts_to_make(place, plan)
+            longest_sec = make_parts(encoder, target, plan, [number for number in todo if number % ranks == 0])
+            wait_for_parts(place, len(target.shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
+            of_target = finish(place, plan, put_empty_text(place, encoder.empty_states()))
+        counts.add(of_target)
+        written[target.config.size] = of_target.written
+        made.read += sum(target.shards[number]["samples"] for number in todo)  # by all ranks
+    if rank != 0:
+        return None
+    if whole:
+        finish_set(open_place(out), whole, written)
     return counts, made.pace("images", time.monotonic() - started)
 
 
@@ -278,7 +347,7 @@ def main(argv: Sequence[str]) -> int:
     if dist.get_local_rank() < torch.cuda.device_count():
         torch.cuda.set_device(dist.get_local_rank())  # so that no rank opens a context on the first GPU
     paths, config, problems = read_words(argv, LatentsConfig, check)
-    found = None
+    targets, stage = [], None
     if config is None:
         return 0
     if len(paths) != 2:
@@ -286,27 +355,20 @@ def main(argv: Sequence[str]) -> int:
     else:
         try:
             kind = None if problems else "images" if len(config.size) == 2 else "videos"
-            found = open_input(paths[0], config.facts, kind)
+            source, stage, shards = open_input(paths[0], config.facts, kind)
+            targets = targets_of(config, source, stage, shards, paths[1])
         except ValueError as error:
             problems.append(str(error))
-        if found is not None and found[1].buckets and found[1].facts["image_size"] != list(config.size):
+        if stage is not None and stage.buckets and stage.facts["image_size"] != list(config.size):
             given = f"image_size: {config.image_size}, but the buckets of {paths[0]} are for"
-            problems.append(f"{given} {found[1].facts['image_size'][0]}. Use that value.")
+            problems.append(f"{given} {stage.facts['image_size'][0]}. Use that value.")
         problem = out_problem(paths[1], paths[:1])
         problems += [problem] if problem else []
     if problems:
         raise ConfigError(problems)
-    assert found is not None
+    assert stage is not None
     with writing(paths[1]):
-        place, (source, stage, shards) = open_place(paths[1]), found
-        if config.engine != "local":
-            result = write_on_cluster(config, stage, *paths)
-        elif stage.buckets:
-            result = write_set(config, source, stage, place)
-        else:
-            encoder, started = built(config, stage), time.monotonic()
-            of_stage = write_stage(config, encoder, source, stage, shards, place)
-            result = of_stage and (of_stage[0], of_stage[1].pace("images", time.monotonic() - started))
+        result = write_stage(config, stage, targets, paths[1])
     if result is None:
         return 0
     counts, speed = result
@@ -315,6 +377,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    from prepare.latents import main as named  # workers of a cluster know the classes by this module's name
-
-    start(named)
+    start(main)

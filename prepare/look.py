@@ -1,21 +1,20 @@
-"""Look at a stage: its facts, line by line, and a contact sheet of samples with their captions.
+"""Show a stage: its facts, line by line, and a contact sheet of samples with their captions.
 
     python -m prepare.look REMOTE [OUT.png]
     python -m prepare.look s3://bucket/laion_moments /tmp/moments.png samples=32 model.weights=/weights/512-base-ema.ckpt
 
 REMOTE: a stage of images or moments, a folder or an address in a store; it is only read, and nothing of it is executed.
-OUT.png: where the picture is written, look.png in the current folder if not given; one that is there is replaced.
+OUT.png: the contact sheet, look.png in the current folder by default; an existing file is replaced.
 
-The first facts are those of dataset.json and index.json, for the whole stage. The others come from a random sample: `read`
-samples of some shards, at least 8 where the stage has as many, and of more of them only where these hold too few. Each of
-these shards is fetched whole and checked by its hash; one that is damaged or missing is named, and the others are looked at.
+The first facts are those of dataset.json and index.json, for the whole stage. The others are measured on a random sample:
+`read` samples from at least 8 shards. Each of these shards is fetched whole and checked by its hash; one that is damaged or
+missing is named, and the others are read.
 
 Moments are shown as the VAE of model.weights decodes their mean (a name on the hub, a folder, a checkpoint, or random where
-the stage was made so), without weights as colours. What of model.family, preset and variant is not given is as
-dataset.json says.
+the stage was made so), without weights as colors.
 
-Keys: samples (shown, 16), read (measured, 2000), seed (0), model.family preset variant weights.
-Exit code: 0 when the picture was written, 1 when a shard is damaged or the work failed, 2 when it could not start.
+Keys: samples (shown, 16), read (measured, 2000), seed (0), model.weights.
+Exit code: 0 when the contact sheet was written, 1 when a shard is damaged or the work failed, 2 when it could not start.
 """
 
 from __future__ import annotations
@@ -23,103 +22,96 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import tempfile
+import textwrap
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
+from torchvision.transforms.v2.functional import to_pil_image
 from tqdm import tqdm
 
 from cli.command import command, start
-from cli.command_line import Assignment, Problem
 from cli.errors import ConfigError, Failed
+from cli.files import whole
 from cli.limits import limited
 from cli.log import log
 from cli.masking import printable
-from prepare.encoder import AGAIN, in_order, open_shard
-from prepare.look_samples import Fact, Seen, channels_as_rgb, decode, look_at, size_in_words, spread, write_page
+from prepare.encoder import in_order, open_shard
+from prepare.moments import check_finite
 from prepare.places import Place, address_problem, open_place, out_problem
-from prepare.words import read_words, split_words
-from stages.dataset import FACTS_FILE, Stage, is_remote, read_stage
-from stages.shard_file import ShardError, ShardFile
+from prepare.words import read_words
+from stages.dataset import Stage, is_remote, read_stage
+from stages.image_files import format_of
+from stages.images import SampleError, check_caption, decode_image, size_of
 from zoo import load_family
-from zoo.encoders import RANDOM, build_encoders
+from zoo.encoders import build_encoders
 from zoo.model_config import ModelConfig, fetched, model_problems
-from zoo.spec import as_size
+from zoo.spec import Family, as_size
 
-NEEDED = {"images": ("jpg", "bytes"), "moments": ("moments", "ndarray")}
-"""Kind of stage -> the column without which there is nothing to look at, and its encoding."""
 DEFAULT_OUT = "look.png"
-MAX_SAMPLES = 400
-MIN_SHARDS = 8  # neighbours in a shard came from the same place: a few shards more say more than a few samples more
+MIN_SHARDS = 8  # neighbors in a shard have the same source: a few shards more say more than a few samples more
 NAME_WIDTH = 34
-AS_COLOURS = "channels 1 to 3 of the posterior's mean as RGB, 1st to 99th percentile; model.weights=PATH decodes them"
+NUM_COLUMNS, TILE_IN, DPI = 6, 2.2, 120
+AS_COLORS = "channels 1 to 3 of the posterior's mean as RGB, 1st to 99th percentile; model.weights=PATH decodes them"
+
+Fact = tuple[str, str]  # a name and its value
+
+
+@dataclass(frozen=True)
+class LookModel:
+    """The keys of `model`; the family is that of the stage."""
+
+    weights: str | None = None
+    """Weights whose VAE decodes moments: a name on the hub, a folder, a checkpoint, or random. null: shown as colors."""
 
 
 @dataclass(frozen=True)
 class LookConfig:
     """The keys of this command."""
 
-    samples: int = limited(16, 1, MAX_SAMPLES)
-    """Samples in the picture."""
+    samples: int = limited(16, 1, 400)
+    """Samples in the contact sheet."""
     read: int = limited(2000, 1, 10**9)
     """Samples that are measured."""
     seed: int = limited(0, 0, 2**32 - 1)
     """Seed for choosing the samples."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-
-
-def check(config: LookConfig, stage: Stage | None) -> list[Problem]:
-    """Return every problem of the keys, also with the stage where it could be read."""
-    found = []
-    if config.model.denoiser is not None:
-        found.append(Problem("model.denoiser: has no use here: nothing is trained. Leave it out.", ("model.denoiser",)))
-    if stage is not None and stage.kind == "images" and config.model.weights is not None:
-        text = f"model.weights: has no use with a stage of images: {stage.location} is shown as it is. Leave it out."
-        found.append(Problem(text, ("model.weights",)))
-    try:
-        size = as_size(512 if stage is None else stage.facts.get("image_size", 512))
-    except ValueError as error:
-        return [*found, Problem(f"image_size: {error}", ("image_size",))]
-    return found + model_problems(config.model, size, encoders_wanted=False)
+    model: LookModel = field(default_factory=LookModel)
 
 
 def open_stage(location: str) -> tuple[Place, Stage]:
-    """Return the place of a stage, and what it says of itself.
-
-    Raises:
-        ValueError: it is no stage that can be looked at without executing something of it.
-    """
-    if text := address_problem(location):
-        raise ValueError(f"REMOTE: {text}")
+    """Return the place of a stage and its facts. Raises ValueError: it is not one that can be shown."""
     try:
-        stage, place = read_stage(location), open_place(location)
+        if text := address_problem(location):
+            raise ValueError(text)
+        stage = read_stage(location)
     except (ValueError, OSError) as error:
         raise ValueError(f"REMOTE: {error}") from error
-    if stage.adopted is not None:
-        raise ValueError(
-            f"REMOTE: {location} was written by others. What it holds, python -m prepare.adopt {location} says."
-        )
-    if stage.buckets:
-        raise ValueError(f"REMOTE: {location} is a set of buckets. Look at one of them: {stage.buckets[0].location}.")
-    if stage.kind not in NEEDED:
-        raise ValueError(f"REMOTE: {location} is a stage of {stage.kind}. Possible: a stage of {' or '.join(NEEDED)}.")
-    column, wanted = NEEDED[stage.kind]
-    if not dict(zip(stage.columns, stage.encodings, strict=True)).get(column, "").startswith(wanted):
-        raise ValueError(f"REMOTE: {location} has no column {column} of {wanted}. {AGAIN}.")
-    return place, stage
+    if stage.adopted or stage.buckets or stage.kind not in ("images", "moments"):
+        what = "adopted" if stage.adopted else "a set of buckets" if stage.buckets else f"a stage of {stage.kind}"
+        raise ValueError(f"REMOTE: {location} is {what}. Possible: a stage of images or moments, one bucket of a set.")
+    return open_place(location), stage
 
 
-def picture_problem(out: str, remote: str) -> str | None:
-    """Say why the picture could not be written there, before any work is done; or None."""
-    path = Path(out)
-    if is_remote(out) or path.is_dir() or path.suffix.lower() != ".png":
-        return f"OUT: {out} is not a PNG file on this machine. Give one, e.g. {DEFAULT_OUT}."
-    return out_problem(str(path.parent), [remote])
+def model_of(config: LookConfig, stage: Stage) -> ModelConfig:
+    """Return the model that made a stage, with the weights of the command. Raises ConfigError: they do not fit it."""
+    made = {name: stage.facts[name] for name in ("family", "preset", "variant") if name in stage.facts}
+    model, problems = ModelConfig(weights=config.model.weights, **made), []
+    if stage.kind == "images" and model.weights is not None:
+        problems = [f"model.weights: has no use with a stage of images: {stage.location}. Leave it out."]
+    elif stage.kind == "moments":
+        size = as_size(stage.facts["image_size"])
+        problems = [problem.text for problem in model_problems(model, size, encoders_wanted=False)]
+    if problems:
+        raise ConfigError(problems)
+    return model
 
 
 def choose(sizes: Sequence[int], read: int, seed: int) -> dict[int, list[int]]:
@@ -140,42 +132,62 @@ def choose(sizes: Sequence[int], read: int, seed: int) -> dict[int, list[int]]:
     return chosen
 
 
-def stage_facts(stage: Stage) -> list[Fact]:
-    """Return what dataset.json and index.json say."""
-    facts = [("kind", stage.kind), ("location", stage.location)]
-    for name, value in stage.facts.items():
-        if name not in ("schema", "stage", "samples", "index_sha256"):
-            group = {f", {key}": of for key, of in value.items()} if isinstance(value, dict) else {"": value}
-            words = {key: of if isinstance(of, str) else json.dumps(of) for key, of in group.items()}
-            facts += [(f"{name}{key}".replace("_", " "), text) for key, text in words.items()]
-    sizes, samples = stage.shards.raw_bytes, stage.shards.samples
-    total = int(sizes.sum())
-    columns = zip(stage.columns, stage.encodings, strict=True)
-    return [
-        *facts,
-        ("columns", ", ".join(f"{name} ({encoding})" for name, encoding in columns)),
-        ("shards", f"{len(sizes):,}"),
-        ("samples", f"{stage.num_samples:,}"),
-        ("samples a shard", spread(samples)),
-        ("bytes", f"{size_in_words(total)} ({total:,})"),
-        ("bytes a shard", spread(sizes, size_in_words)),
-    ]
+# --- what is measured ---
 
 
-def print_facts(facts: Iterable[Fact]) -> None:
-    """Print one a line; what a terminal cannot show or could be led astray by is replaced."""
-    for name, value in facts:
-        line = f"{printable(name):<{NAME_WIDTH}} {printable(value)}"
-        encoding = sys.stdout.encoding or "utf-8"
-        print(line.encode(encoding, "replace").decode(encoding), flush=True)
+@dataclass
+class Sample:
+    """One sample of a stage.
+
+    value: a thumbnail, uint8 (H, W, 3), or moments, float16 (2C, h, w); problem: why it cannot be used.
+    """
+
+    key: str
+    caption: str
+    value: Any = None
+    problem: str | None = None
+    measured: dict[str, float] = field(default_factory=dict)
+    """Numbers, and what is true or not."""
 
 
-# --- the command ---
+def look_at(family: Family, reader: Sequence[dict[str, Any]], number: int) -> Sample:
+    """Read and measure a row."""
+    row = reader[number]
+    sample = Sample(str(row.get("key", "")), str(row.get("caption", "")))
+    if "caption" in row:
+        sample.measured |= {"caption, characters": len(sample.caption), "empty captions": not sample.caption.strip()}
+    if "caption" in row and "tokens" in row:
+        tokens = family.tokenize([sample.caption])["tokens"][0].numpy()
+        sample.measured["stored tokens not of the caption"] = not np.array_equal(row["tokens"], tokens)
+    try:
+        if "moments" in row:
+            sample.value, moments = row["moments"], torch.from_numpy(row["moments"].astype(np.float32))[None]
+            check_finite("moments", sample.value)
+            mean, logvar = moments.chunk(2, dim=1)
+            noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
+            deviation, drawn = (0.5 * logvar.clamp(-30.0, 20.0)).exp(), family.sample_latents(moments, noise)
+            for name, values in (("mean", mean), ("deviation", deviation), ("draws, scaled", drawn)):
+                sample.measured[f"posterior's {name}: mean"] = float(values.mean())
+                sample.measured[f"posterior's {name}: spread"] = float(values.std())
+            return sample
+        sample.measured |= {"bytes an image": len(row["jpg"]), f"format: {format_of(row['jpg'])}": True}
+        pixels = decode_image(row["jpg"])
+        width, height = size_of(pixels)
+        sample.measured |= {"width, px": width, "height, px": height, "width / height": width / height}
+        sample.value = thumbnail(to_pil_image(pixels))
+        if "caption" in row:
+            check_caption(sample.caption)
+    except SampleError as error:
+        sample.problem = str(error)
+    return sample
 
 
-def read_samples(place: Place, stage: Stage, chosen: dict[int, list[int]], seen: Seen) -> list[str]:
-    """Read the chosen samples, shard by shard; return what is wrong with those that cannot be read."""
-    problems, num_threads = [], len(os.sched_getaffinity(0))
+def read_samples(
+    place: Place, stage: Stage, config: LookConfig, family: Family, chosen: dict[int, list[int]]
+) -> tuple[list[Sample], list[Sample], list[str]]:
+    """Read the chosen samples. Returns all of them, a random choice of the usable ones, and the shards' problems."""
+    samples, shown, problems = [], [], []
+    generator, num_threads = np.random.default_rng([config.seed, 1]), len(os.sched_getaffinity(0))
     with (
         tempfile.TemporaryDirectory() as scratch,
         ThreadPoolExecutor(num_threads) as pool,
@@ -184,69 +196,168 @@ def read_samples(place: Place, stage: Stage, chosen: dict[int, list[int]], seen:
         for number, rows in chosen.items():
             try:
                 reader = open_shard(place, stage.shards[number], Path(scratch))
-                with ShardFile(reader) as shard:
-                    found = shard.read(rows)
-            except (Failed, ShardError, OSError) as error:
-                text = f"IN: {place.address}/{stage.shards.names[number]} cannot be read: {error} {AGAIN}."
-                text = str(error) if isinstance(error, Failed) else text
-                problems.append(f"REMOTE{text.removeprefix('IN')}")
+            except Failed as error:
+                problems.append(f"REMOTE{str(error).removeprefix('IN')}")
                 continue
-            encodings = dict(zip(reader.column_names, reader.column_encodings, strict=True))
-            work = functools.partial(look_at, seen.family, encodings)
-            for sample in in_order(pool, work, found, ahead=4 * num_threads):
-                seen.add(sample)
+            for sample in in_order(pool, functools.partial(look_at, family, reader), rows, ahead=4 * num_threads):
+                samples.append(sample)
                 progress.update()
+                if sample.problem is None:
+                    shown.append((generator.random(), len(samples), sample))
+                if len(shown) > config.samples:
+                    shown.remove(least := min(shown))
+                    least[2].value = None
             if Path(reader.dirname) == Path(scratch):
                 Path(reader.dirname, reader.raw_data.basename).unlink()
-    return problems
+    return samples, [sample for _, _, sample in sorted(shown, key=lambda entry: entry[1])], problems
 
 
-def pictures_of(config: LookConfig, stage: Stage, seen: Seen) -> tuple[list[np.ndarray], str]:
-    """Return the pictures, and in words how moments are shown. Raises ConfigError: the weights are damaged."""
-    values, weights = [sample.value for sample in seen.shown()], config.model.weights
-    if stage.kind == "images":
+# --- facts ---
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return median, least, the 95th percentile, and greatest."""
+    points = np.percentile(values, [50, 0, 95, 100], method="inverted_cdf")
+    return "median {:,.8g}, least {:,.8g}, 95 % at most {:,.8g}, greatest {:,.8g}".format(*points)
+
+
+def share(num: int, of: int) -> str:
+    """Return a count, its whole, and per cent."""
+    return f"{num:,} of {of:,} ({100 * num / max(of, 1):.3g} %)"
+
+
+def stage_facts(stage: Stage) -> list[Fact]:
+    """Return what dataset.json and index.json say."""
+    columns = ", ".join(f"{name} ({kind})" for name, kind in zip(stage.columns, stage.encodings, strict=True))
+    return [
+        ("location", stage.location),
+        *[(name, value if isinstance(value, str) else json.dumps(value)) for name, value in stage.facts.items()],
+        ("columns", columns),
+        ("shards", f"{len(stage.shards):,}"),
+        ("bytes", f"{int(stage.shards.raw_bytes.sum()):,}"),
+    ]
+
+
+def sample_facts(samples: Sequence[Sample]) -> list[Fact]:
+    """Return what was measured."""
+    num, reasons = len(samples), Counter(sample.problem for sample in samples if sample.problem is not None)
+    example = {sample.problem: sample.key for sample in samples}
+    named = [f"{why}: {count:,} (e.g. {example[why]})" for why, count in sorted(reasons.items())]
+    facts = [("unusable samples", "; ".join([share(reasons.total(), num), *named]))]
+    for name in dict.fromkeys(name for sample in samples for name in sample.measured):
+        values = [sample.measured[name] for sample in samples if name in sample.measured]
+        facts.append((name, share(sum(values), num) if isinstance(values[0], bool) else spread(values)))
+    for column in ("caption", "key"):
+        texts = Counter(getattr(sample, column) for sample in samples)
+        facts.append((f"{column}s that repeat", share(sum(count for count in texts.values() if count > 1), num)))
+    return facts
+
+
+def print_facts(facts: Iterable[Fact]) -> None:
+    """Print one a line, without what a terminal cannot show or would interpret."""
+    for name, value in facts:
+        print(f"{printable(name):<{NAME_WIDTH}} {printable(value)}", flush=True)
+
+
+# --- the contact sheet ---
+
+
+def thumbnail(image: Image.Image) -> np.ndarray:
+    """# RGB of any size -> uint8 (H, W, 3), at most as large as a tile, with the same aspect ratio."""
+    image.thumbnail((round(TILE_IN * DPI),) * 2)  # in place
+    return np.asarray(image)
+
+
+@torch.no_grad()
+def decode(vae: torch.nn.Module, moments: Sequence[np.ndarray], normalize: str) -> list[np.ndarray]:
+    """# float16 (2C, h, w) each -> thumbnails of the decoded means, uint8 (H, W, 3); one by one: gigabytes each.
+
+    Args:
+        vae: diffusers' AutoencoderKL, which takes stored moments as they are, unscaled.
+        normalize: "symmetric" or "unit": the range of the images that the VAE saw (see `model.normalize_images`).
+    """
+    weight, thumbnails = next(vae.parameters()), []
+    for values in moments:
+        mean = torch.tensor(values[None, : len(values) // 2])
+        image = vae.decode(mean.to(weight.device, weight.dtype)).sample[0].float()
+        unit = (image if normalize == "unit" else (image + 1.0) / 2.0).nan_to_num().clamp(0.0, 1.0)
+        thumbnails.append(thumbnail(to_pil_image((unit * 255.0).round().to(torch.uint8).cpu())))
+    return thumbnails
+
+
+def channels_as_rgb(moments: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """# float16 (2C, h, w) each -> uint8 (h, w, 3) each: the mean's first three channels, scaled over all samples."""
+    means = np.stack([one[: len(one) // 2] for one in moments]).astype(np.float32)
+    means = means[:, [min(channel, means.shape[1] - 1) for channel in range(3)]]  # (N, 3, h, w)
+    low, high = np.percentile(means, [1, 99], axis=(0, 2, 3), keepdims=True)
+    unit = np.clip((means - low) / np.maximum(high - low, 1e-6), 0.0, 1.0)
+    return list(np.round(255 * unit).astype(np.uint8).transpose(0, 2, 3, 1))
+
+
+def images_of(model: ModelConfig, family: Family, stage: Stage, shown: Sequence[Sample]) -> tuple[list[Any], str]:
+    """Return the images to show, and how moments were made into them. Raises ConfigError: the weights are damaged."""
+    values = [sample.value for sample in shown]
+    if stage.kind == "images" or not values:
         return values, ""
-    if weights is None:
-        return channels_as_rgb(values), AS_COLOURS
-    encoders = build_encoders(seen.family, str(fetched(config.model).weights))
-    for note in encoders.notes:
-        log.info(f"model.weights: {note}")
-    used, made = encoders.fingerprints["vae"], stage.facts.get("encoders")
-    made = made.get("vae") if isinstance(made, dict) else None
-    whose = f"NOT the one that made them: {used} instead of {made}" if used != made else "which made them"
-    whose = "perhaps not the one that made them: dataset.json does not say" if made is None else whose
-    how = f"pictures by {'a VAE of random weights' if weights == RANDOM else f'the VAE of {weights}'}, {whose}"
-    on_gpu = torch.cuda.is_available() and config.model.frozen_device == "device"
-    vae = encoders.modules["vae"].to("cuda" if on_gpu else "cpu")
-    return decode(vae, values, stage.facts.get("normalize", "symmetric")), how
+    if model.weights is None:
+        return channels_as_rgb(values), AS_COLORS
+    encoders = build_encoders(family, str(fetched(model).weights))
+    made, used = stage.facts["encoders"]["vae"], encoders.fingerprints["vae"]
+    which = "the one that made them" if used == made else f"NOT the one that made them: {used} instead of {made}"
+    vae = encoders.modules["vae"].to("cuda" if torch.cuda.is_available() else "cpu")
+    return decode(vae, values, stage.facts["normalize"]), f"decoded by the VAE of {model.weights}, {which}"
+
+
+def write_page(out: Path, head: Sequence[str], images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
+    """Write a contact sheet as a PNG; an existing file stays until the new one is whole. Raises OSError."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    num_rows = max(1, -(-len(images) // NUM_COLUMNS))
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()
+        warnings.filterwarnings("ignore", "Glyph ")  # characters that no font has are shown as boxes
+        figure = Figure((NUM_COLUMNS * TILE_IN, num_rows * (TILE_IN + 0.6) + 1.0), DPI, layout="constrained")
+        lines = [textwrap.shorten(printable(text), 150, placeholder="...") for text in head]
+        figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=9, parse_math=False)
+        grid = figure.subplots(num_rows, NUM_COLUMNS, squeeze=False).flatten()
+        for axes in grid:
+            axes.set(xticks=[], yticks=[], anchor="SW")
+            axes.spines[:].set_visible(False)
+        for axes, image, caption in zip(grid, images, captions, strict=False):
+            text = textwrap.fill(printable(caption[:1000]), 30, max_lines=3, placeholder="...")
+            axes.imshow(image, interpolation="nearest")
+            axes.set_xlabel(text, fontsize=6.5, loc="left", parse_math=False)  # captions hold prices, not formulas
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with whole(out) as temporary:
+            FigureCanvasAgg(figure).print_png(temporary)
+
+
+# --- the command ---
 
 
 def look(config: LookConfig, place: Place, stage: Stage, out: Path) -> int:
-    """Print the facts and write the picture; return the exit code. Raises ConfigError: the weights are damaged."""
+    """Print the facts and write the contact sheet; return the exit code. Raises ConfigError: the weights are damaged."""
+    model = model_of(config, stage)
     print_facts(stage_facts(stage))
-    seen = Seen(
-        config.samples, config.seed, stage, load_family(config.model.family, config.model.preset, config.model.variant)
-    )
+    family = load_family(model.family, model.preset, model.variant)
     chosen = choose(stage.shards.samples.tolist(), config.read, config.seed)
-    problems = read_samples(place, stage, chosen, seen)
-    num = len(chosen) - len(problems)
-    read = f"{len(seen.samples):,} samples of {num:,} of {len(stage.shards):,} shards"
-    facts = [("read", f"{read}; the hashes of these are right" if num else read)]
-    if problems:
-        facts.append(("shards that cannot be read", f"{len(problems):,} of {len(chosen):,} that were tried"))
-    print_facts(facts + (seen.facts() if seen.samples else []))
-    if not seen.samples:
-        problems.append(f"OUT: no sample of {place.address} could be read: there is no picture.")
-    else:
-        pictures, how = pictures_of(config, stage, seen)
-        which = f"{len(pictures):,} of {stage.num_samples:,} samples, chosen at random (seed {config.seed})"
-        head = [f"{stage.kind}: {stage.location}", f"{which}; {how}" if how else which]
+    samples, shown, problems = read_samples(place, stage, config, family, chosen)
+    read = f"{len(samples):,} samples of {len(chosen) - len(problems):,} of {len(stage.shards):,} shards"
+    print_facts([("read", f"{read}, whose hashes are right")])
+    if samples:
+        print_facts(sample_facts(samples))
+        images, how = images_of(model, family, stage, shown)
+        head = [f"{stage.kind}: {stage.location}", f"{len(images):,} samples, seed {config.seed}. {how}"]
         try:
-            write_page(out, head, pictures, [sample.caption for sample in seen.shown()])
+            write_page(out, head, images, [sample.caption for sample in shown])
         except OSError as error:
             problems.append(f"OUT: {out} cannot be written: {error.strerror or error}. Give another file.")
         else:
-            print_facts([*([("moments are shown as", how)] if how else []), ("picture", str(out.absolute()))])
+            print_facts([*([("moments are shown as", how)] if how else []), ("contact sheet", str(out.absolute()))])
+    else:
+        problems.append(f"REMOTE: no sample of {place.address} could be read, so there is no contact sheet.")
     for text in problems:
         log.info(text)
     return 1 if problems else 0
@@ -255,28 +366,24 @@ def look(config: LookConfig, place: Place, stage: Stage, out: Path) -> int:
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    paths, place, stage, problems = split_words(argv)[0], None, None, []
-    out = paths[1] if len(paths) == 2 else DEFAULT_OUT
+    paths, config, problems = read_words(argv, LookConfig)
+    if config is None:
+        return 0
     if not 1 <= len(paths) <= 2:
         usage = "REMOTE has to be given, OUT.png can be, and nothing else"
         problems.append(f"command line: {usage}. python -m prepare.look --help says more.")
     else:
+        out = paths[1] if len(paths) == 2 else DEFAULT_OUT
         try:
             place, stage = open_stage(paths[0])
         except ValueError as error:
             problems.append(str(error))
-        problems += [text] if (text := picture_problem(out, paths[0])) else []
-    made = []  # what dataset.json says of the model, which keys on the command line replace
-    for name in ("family", "preset", "variant"):
-        if stage is not None and name in stage.facts:
-            where, key = f"{stage.location}/{FACTS_FILE}", f"model.{name}"
-            made.append(Assignment(where, key, stage.facts[name], key))
-    _, config, wrong = read_words(argv, LookConfig, functools.partial(check, stage=stage), made)
-    if wrong or problems:
-        raise ConfigError(wrong + problems)
-    if config is None:
-        return 0
-    assert place is not None and stage is not None
+        if is_remote(out) or Path(out).is_dir() or Path(out).suffix.lower() != ".png":
+            problems.append(f"OUT: {out} is not a PNG file on this machine. Give one, e.g. {DEFAULT_OUT}.")
+        elif text := out_problem(str(Path(out).parent), [paths[0]]):
+            problems.append(text)
+    if problems:
+        raise ConfigError(problems)
     return look(config, place, stage, Path(out))
 
 

@@ -15,7 +15,6 @@ Shapes: C latent channels, h w height and width of the latent, L text tokens, D 
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,29 +83,28 @@ def check_timestep(value: Any) -> int:
     return value
 
 
-def npy_shape(content: bytes, what: str = "moments", kind: str = "float32") -> tuple[int, ...]:
-    """Return the shape that an .npy file claims. Raises SampleError: not a plain array of numbers of that kind."""
-    return _npy_header(content, what, kind)[0]
-
-
-def npy_values(content: bytes, shape: Sequence[int], what: str = "moments", kind: str = "float32") -> np.ndarray:
-    """Return the numbers in an .npy file, in its own memory.
+def npy_values(
+    content: bytes, shape: Sequence[int] | None = None, what: str = "moments", kind: str = "float32"
+) -> np.ndarray:
+    """Return the numbers in an .npy file.
 
     Args:
-        shape: that they have to have.
+        shape: that they have to have; None: any.
         what: they are, for messages.
         kind: numpy's name of their type; little-endian.
 
     Raises:
         SampleError: another shape or type, truncated or pickled.
     """
-    found, is_fortran, offset = _npy_header(content, what, kind)
-    if found != tuple(shape):
+    try:
+        values = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, MemoryError) as error:
+        raise SampleError(f"{what} are no whole .npy array") from error
+    if values.dtype != np.dtype(kind).newbyteorder("<"):
+        raise SampleError(f"{what} are not {kind}")
+    if shape is not None and values.shape != tuple(shape):
         raise SampleError(f"{what} of another shape than {tuple(shape)}")
-    values = np.dtype(kind).newbyteorder("<")
-    if len(content) - offset != values.itemsize * math.prod(shape):
-        raise SampleError(f"truncated or damaged {what}")
-    return np.frombuffer(content, values, offset=offset).reshape(found, order="F" if is_fortran else "C")
+    return values
 
 
 def read_npy(content: bytes, shape: Sequence[int]) -> np.ndarray:
@@ -125,22 +123,6 @@ def read_npy(content: bytes, shape: Sequence[int]) -> np.ndarray:
         moments = np.ascontiguousarray(values.astype(np.float16))
     check_finite("moments", moments)
     return moments
-
-
-def _npy_header(content: bytes, what: str, kind: str) -> tuple[tuple[int, ...], bool, int]:
-    """Read shape, order and data offset from the header alone, so that a false size allocates no memory."""
-    file = io.BytesIO(content)
-    try:
-        version = np.lib.format.read_magic(file)
-        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        shape, is_fortran, dtype = readers[version](file)
-    except (ValueError, KeyError) as error:
-        raise SampleError("not an .npy array") from error
-    if dtype.hasobject:
-        raise SampleError(f"{what} are pickled objects, which are never loaded")
-    if dtype != np.dtype(kind).newbyteorder("<"):
-        raise SampleError(f"{what} are not {kind}")
-    return shape, is_fortran, file.tell()
 
 
 def put_empty_text(place: Place, states: Mapping[str, np.ndarray]) -> dict[str, str]:

@@ -12,6 +12,9 @@ A part's bytes depend only on its input and the plan, not on the process that ma
 part.json is done and is never made again.
 
 A part.json has the digests of its samples' keys too, in base64.
+
+A set of buckets is a stage for each size in OUT/576x448/, with a plan.json, an index.json without shards and a dataset.json
+of their sizes and samples in OUT (stages/dataset.py reads it).
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from filelock import Timeout
 from streaming import MDSWriter
 
 from cli.errors import Failed, Refused
-from prepare.changes import changed_files
+from cli.limits import ImageSize
 from prepare.counts import SKIPPED_FILE, Ledger, SampleCounts, text_of
 from prepare.names import GO_ON, part_name
 from prepare.places import Place
@@ -57,18 +59,8 @@ class Part(Ledger):
         """Digests of the written samples' keys."""
         self._writer = writer
 
-    @contextlib.contextmanager
-    def clocked(self, kind: str) -> Iterator[None]:
-        """Add the time of the block to that of a kind of work, see `SampleCounts.seconds`."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.counts.clock(kind, time.perf_counter() - begun)
-
     def write(self, row: dict[str, Any]) -> None:
-        with self.clocked("write"):
-            self._writer.write(row)
+        self._writer.write(row)
         self.counts.written += 1
         self.keys.append(key_digest(row))
 
@@ -132,18 +124,14 @@ def begin(place: Place, plan: Plan) -> None:
     if text is None:
         raise Refused(f"OUT: {place.address} exists and is not empty. Give a new folder, or remove it.")
     try:
-        changed, was, now = changed_files(json.loads(text), json.loads(plan.text))
-        differences = _differences(was, now)
-    except (ValueError, AttributeError, KeyError, TypeError):
-        changed, differences = None, []
+        differences = _differences(json.loads(text), json.loads(plan.text))
+    except (ValueError, AttributeError):
+        differences = ["its plan.json is of another kind"]
     state = "finished" if FACTS_FILE in names else "unfinished"
     differences = [text for text in differences if not text.startswith("columns.")] or differences  # these follow
-    if changed and not differences:
-        given = f"OUT: {place.address} holds the {state} work of this command, but {changed}"
-        raise Refused(f"{given}. Restore them, give another OUT, or remove this one.")
-    what = "; ".join([*differences, *([changed] if changed else [])]) or "its plan.json is of another kind"
     raise Refused(
-        f"OUT: {place.address} holds the {state} work of another command: {what}. Give another OUT, or remove this one."
+        f"OUT: {place.address} holds the {state} work of another command: {'; '.join(differences)}. Give another OUT, or "
+        f"remove this one."
     )
 
 
@@ -202,17 +190,13 @@ def make_part(place: Place, plan: Plan, number: int, fill: Callable[[int, Part],
         if f"{name}/{PART_FILE}" in place.names(f"{name}/"):
             return _read_part(place, plan, number)[0]
         shutil.rmtree(work, ignore_errors=True)  # left by a killed writer
-        begun = time.perf_counter()
         with MDSWriter(out=str(work), columns=plan.columns, hashes=[HASH], size_limit=plan.shard_size) as writer:
             part = Part(plan.inputs[number]["name"], writer)
             fill(number, part)
-            filled = time.perf_counter()
         part.counts.check()
         for entry in writer.shards:
             basename = entry["raw_data"]["basename"]
             place.put(f"{name}/{basename}", work / basename)
-        part.counts.clock("write", time.perf_counter() - filled)
-        part.counts.clock("rest", time.perf_counter() - begun - sum(part.counts.seconds.values()))
         shutil.rmtree(work)
         content = {
             "plan": plan.digest,
@@ -270,33 +254,69 @@ def finish(place: Place, plan: Plan, further: Mapping[str, Any] | None = None) -
     if FACTS_FILE not in place.names():
         place.put_bytes(SKIPPED_FILE, text_of(skipped))
         if counts.written:
-            with place.scratch_folder() as folder:
-                (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}, sort_keys=True))
-                facts = {"made_by": plan.made_by, **plan.facts, **(further or {}), "counts": counts.as_facts()}
-                facts |= _put_keys(place, keys, folder)
-                write_facts(folder, plan.stage, facts)
-                place.put("index.json", folder / "index.json")
-                place.put(FACTS_FILE, folder / FACTS_FILE)
+            facts = {**plan.facts, **(further or {}), "counts": counts.as_facts(), **_put_keys(place, keys)}
+            _put_index(place, plan, json.dumps({"version": 2, "shards": shards}, sort_keys=True), facts)
     place.clear_scratch()
     return counts
 
 
-def _put_keys(place: Place, keys: Sequence[str], folder: Path) -> dict[str, str]:
+def _put_index(place: Place, plan: Plan, index: str, facts: Mapping[str, Any]) -> None:
+    """Write index.json and, last, dataset.json."""
+    with place.scratch_folder() as folder:
+        (folder / "index.json").write_text(index)
+        write_facts(folder, plan.stage, {"made_by": plan.made_by, **facts})
+        place.put("index.json", folder / "index.json")
+        place.put(FACTS_FILE, folder / FACTS_FILE)
+
+
+def _put_keys(place: Place, keys: Sequence[str]) -> dict[str, str]:
     """Write the digests of all parts' keys; return what dataset.json says of them."""
-    path = folder / KEYS_FILE
-    np.sort(np.frombuffer(b"".join(map(base64.b64decode, keys)), NUMBER)).tofile(path)
-    digest = file_digest(path)
-    place.put(KEYS_FILE, path)
+    with place.scratch_folder() as folder:
+        path = folder / KEYS_FILE
+        np.sort(np.frombuffer(b"".join(map(base64.b64decode, keys)), NUMBER)).tofile(path)
+        digest = file_digest(path)
+        place.put(KEYS_FILE, path)
     return {KEYS_DIGEST: digest}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sets of buckets
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def bucket_name(size: ImageSize) -> str:
+    """Return the name of a bucket, which is its folder's."""
+    return f"{size[0]}x{size[1]}"
+
+
+def plan_of_set(
+    made_by: str, stage: str, shard_size: int, sizes: Sequence[ImageSize], facts: Mapping[str, Any]
+) -> Plan:
+    """Return the plan of a set; each bucket has a plan too."""
+    return Plan(made_by, stage, {}, shard_size, {**facts, "sizes": [bucket_name(size) for size in sizes]}, [])
+
+
+def finish_set(place: Place, plan: Plan, samples: Mapping[ImageSize, int]) -> None:
+    """Make the finished buckets one data set, if it is not yet. `samples`: of each size; those without any are left out."""
+    if FACTS_FILE in place.names():
+        return
+    facts = {key: value for key, value in plan.facts.items() if key != "sizes"}
+    facts["buckets"] = [bucket_name(size) for size, num in samples.items() if num]
+    of_buckets = [place.read(f"{bucket_name(size)}/{SKIPPED_FILE}") for size in samples]
+    place.put_bytes(SKIPPED_FILE, b"".join(of_buckets))
+    _put_index(place, plan, json.dumps({"version": 2, "shards": []}), {**facts, "samples": sum(samples.values())})
+    place.clear_scratch()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Waiting for other ranks and nodes
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def wait_for_plan(place: Place, plan: Plan, patience_sec: float = PATIENCE_SEC) -> None:
     """Wait, on all other ranks, until rank 0 has written or checked the plan. Raises Failed: it did not."""
-    deadline = time.monotonic() + patience_sec
-    while PLAN_FILE not in place.names() or place.read(PLAN_FILE) != plan.text:
-        if time.monotonic() > deadline:
-            raise Failed(f"OUT: {place.address}: rank 0 wrote no {PLAN_FILE} for this command. {GO_ON}.")
-        time.sleep(place.poll_sec)
+    if not _has_plan(place, plan, patience_sec, place.poll_sec):
+        raise Failed(f"OUT: {place.address}: rank 0 wrote no {PLAN_FILE} for this command. {GO_ON}.")
 
 
 def check_shared(place: Place, plan: Plan, patience_sec: float = SHARED_SEC) -> None:
@@ -305,15 +325,19 @@ def check_shared(place: Place, plan: Plan, patience_sec: float = SHARED_SEC) -> 
     Raises:
         Refused: it does not hold the plan of the command.
     """
-    deadline = time.monotonic() + patience_sec  # a folder that nodes share may show a new file late
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            if place.read(PLAN_FILE) == plan.text:
-                return
+    if not _has_plan(place, plan, patience_sec, 0.2):  # a folder that nodes share may show a new file late
+        what = f"OUT: {place.address} does not hold the plan of this command on every node"
+        raise Refused(f"{what}. Possible: a folder that all nodes share, at one path, or an address in a store.")
+
+
+def _has_plan(place: Place, plan: Plan, patience_sec: float, poll_sec: float) -> bool:
+    """Wait until a place holds a plan; False: it did not in time."""
+    deadline = time.monotonic() + patience_sec
+    while PLAN_FILE not in place.names() or place.read(PLAN_FILE) != plan.text:
         if time.monotonic() > deadline:
-            what = f"OUT: {place.address} does not hold the plan of this command on every node"
-            raise Refused(f"{what}. Possible: a folder that all nodes share, at one path, or an address in a store.")
-        time.sleep(0.2)
+            return False
+        time.sleep(poll_sec)
+    return True
 
 
 def wait_for_parts(place: Place, num_parts: int, patience_sec: float) -> None:

@@ -19,8 +19,10 @@ from stages.images import SampleError, check_caption
 
 VIDEO_SUFFIXES = ("mp4", "webm", "mov", "mkv", "m4v")
 FILES = ("image_path", "file_name", "filename", "filepath", "file", "path")
-USUAL_IMAGES = ("image", *IMAGE_SUFFIXES, "img", *FILES)
-USUAL_VIDEOS = ("video", *VIDEO_SUFFIXES, "video_path", *FILES[1:])
+USUAL_OF = {
+    "image": ("image", *IMAGE_SUFFIXES, "img", *FILES),
+    "video": ("video", *VIDEO_SUFFIXES, "video_path", *FILES[1:]),
+}
 USUAL_CAPTIONS = ("txt", "caption", "captions", "text", "prompt", "top_caption")
 USUAL_KEYS = ("key", "__key__", "id", "uid")
 USUAL_JSON = ("json", "metadata")  # parts whose fields are looked through where no part is a caption
@@ -256,35 +258,33 @@ def choose(samples: Sequence[Sample], asked: Asked, where: str, kind: Literal["i
     names = list(dict.fromkeys(name for sample in samples for name in sample.files))
     is_table = isinstance(samples[0], Row)
     is_classic = not is_table and not (asked.image or asked.captions) and {*names} <= {kind, "txt", "json", "npy"}
-    problems: list[str] = []
+    has, problems = f"It has {', '.join(names[:20]) or 'nothing'}{', ...' if len(names) > 20 else ''}.", []
 
     def given(key: str, name: str) -> str:
         """Return a name that is asked for, as the samples have it."""
-        possible = name if is_table else column_of(name)
-        found = next((n for n in (name, possible) if any(sample.has(n) for sample in samples) or n in names), None)
-        if found is None:
-            problems.append(f"{key}: {where} has no {name}. It has {_listed(names)}.")
-        return found or name
+        for found in (name, name if is_table else column_of(name)):
+            if found in names or any(sample.has(found) for sample in samples):
+                return found
+        problems.append(f"{key}: {where} has no {name}. {has}")
+        return name
 
-    def usual(key: str, possible: Sequence[str], among: Sequence[str]) -> str | None:
-        if not (found := usual_name(among, possible)) and not is_classic:
-            said = "" if key == "caption" else _is_for_img2dataset(where, usual_name(names, USUAL_URLS), kind)
-            problems.append(
-                said or f"{key}: {where} has none of {', '.join(possible)}. It has {_listed(names)}. {GIVE[key]}"
-            )
-        return found
-
-    usually = USUAL_IMAGES if kind == "image" else USUAL_VIDEOS
-    image = given(kind, asked.image) if asked.image else usual(kind, usually, names)
+    image = given(kind, asked.image) if asked.image else usual_name(names, USUAL_OF[kind])
+    urls = [sample.part(image) for sample in samples if sample.has(image)] if image else []
+    if (urls and all(isinstance(value, str) and value.startswith(URL) for value in urls)) or (
+        image is None and usual_name(names, USUAL_URLS)
+    ):
+        todo = "Download them by img2dataset, or video2dataset, and give its tars"
+        problems.append(f"{kind}: {where} holds URLs, and nothing is downloaded here. {todo}.")
+    elif image is None and not is_classic:
+        problems.append(f"{kind}: {where} has none of {', '.join(USUAL_OF[kind])}. {has} {GIVE[kind]}")
     if asked.captions:
         captions = tuple(given("caption", name) for name in asked.captions)
     else:
-        first = usual_name(names, USUAL_CAPTIONS) or _usual_field(samples) or usual("caption", USUAL_CAPTIONS, ())
-        captions = (first,) if first else ("txt",)
+        first = usual_name(names, USUAL_CAPTIONS) or _usual_field(samples)
+        if first is None and not is_classic:
+            problems.append(f"caption: {where} has none of {', '.join(USUAL_CAPTIONS)}. {has} {GIVE['caption']}")
+        captions = (first or "txt",)
     key = given("key", asked.key) if asked.key else usual_name(names, USUAL_KEYS) if is_table else None
-    values = [sample.part(image) for sample in samples if sample.has(image)] if image else []
-    if values and all(isinstance(value, str) and value.startswith(URL) for value in values):
-        problems.append(_is_for_img2dataset(where, image, kind))
     if problems:
         raise ValueError("\n".join(problems))
     lists = (sample.part(captions[0]) for sample in samples if sample.has(captions[0]))
@@ -310,22 +310,3 @@ def _usual_field(samples: Sequence[Sample]) -> str | None:
                 if found:
                     return f"{outer}:{found}"
     return None
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "") if names else "nothing"
-
-
-def _is_for_img2dataset(where: str, column: str | None, what: str) -> str:
-    """Say how what a column of URLs names is downloaded; "" without such a column."""
-    if column is None:
-        return ""
-    if what == "video":
-        given = f"video: {column} of {where} holds URLs, and nothing is downloaded here"
-        return f"{given}. Download the films, with video2dataset say, and give its tars."
-    kind = PurePosixPath(where).suffix.lstrip(".").replace("ndjson", "jsonl") or "parquet"
-    return (
-        f"image: {column} of {where} holds URLs, and nothing is downloaded here. Run: img2dataset --url_list {where} "
-        f"--input_format {kind} --url_col {column} --caption_col CAPTION --output_format webdataset --output_folder TARS. "
-        f"Then give TARS."
-    )

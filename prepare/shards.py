@@ -17,7 +17,7 @@ SOURCE, here or at s3://, one of
 A sample's image, captions and key have the names that are usual (jpg, image; txt, caption, text, prompt), or those that
 image=, caption= and key= give: a suffix, a column, or json:FIELD. What was taken is printed. With several captions the stage
 has a column `captions` of all of them, and the first one in `caption`. Everything else becomes `metadata`. URLs are
-img2dataset's business. With films and no images, or with video=, the stage is `videos` (prepare/videos.py). With what
+img2dataset's business. With films and no images, or with video=, the stage is `videos`. With what
 MLPerf's references publish it is `moments`; the first sample decides. SD2's is KEY.npy instead of the image. FLUX.1's is
 a table with mean, logvar, t5_encodings and clip_encodings; empty= is the folder
 of t5_empty.npy and clip_empty.npy, for runs that then need no encoder (prepare/flux_encodings.py).
@@ -61,7 +61,7 @@ from prepare.engines import Engine, EngineKeys, Make, check_keys
 from prepare.filters import Filters, LeftOut
 from prepare.find import find_sources
 from prepare.hub_datasets import HubKeys
-from prepare.moments import mds_columns, npy_shape, put_empty_text, read_npy, tokens_of
+from prepare.moments import mds_columns, npy_values, put_empty_text, read_npy, tokens_of
 from prepare.parts import (
     Part,
     Plan,
@@ -75,15 +75,21 @@ from prepare.places import Place, open_place, out_problem, writing
 from prepare.samples import Asked, Row, Sample, SourceError, Taken, check_key, choose, column_of, read_captions
 from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source
 from prepare.tables import Lines
-from prepare.videos import VIDEO_COLUMNS, video_row
 from prepare.words import read_words
 from stages.dataset import is_remote
 from stages.images import SampleError, decode_image, size_of
+from stages.videos import inspect_film
 from zoo import load_family
 from zoo.sd2 import PIXELS_PER_LATENT
 from zoo.spec import Family
 
 COLUMNS = {"jpg": "bytes", "caption": "str", "key": "str", "width": "int", "height": "int", "metadata": "json"}
+VIDEO_COLUMNS = {"mp4": "bytes", "caption": "str", "key": "str", "width": "int", "height": "int"}
+VIDEO_COLUMNS |= {
+    "num_frames": "int",
+    "fps": "float64",
+    "metadata": "json",
+}  # num_frames as counted, mp4 of any container
 MLPERF_FAMILY = ("sd2", "full", "stock")
 MLPERF_SIZE = (512, 512)
 FIRST_SAMPLES, FIRST_BYTES = 100, 2**26  # of a source, by which the names are chosen
@@ -170,6 +176,18 @@ def image_row(sample: Sample, taken: Taken = IMG2DATASET, filters: Filters | Non
     return row | {"metadata": metadata} | ({"captions": captions} if taken.several else {})
 
 
+def video_row(sample: Sample, taken: Taken, filters: Filters) -> dict[str, Any]:
+    """The same of the stage `videos`; the file is decoded to its end once."""
+    check_key(sample.key)
+    content = sample.image(taken)
+    captions, metadata = read_captions(sample, taken), sample.metadata(taken)  # before it is decoded, which takes long
+    film = inspect_film(content)
+    filters.check(film.width, film.height, metadata)
+    row = {"mp4": content, "width": film.width, "height": film.height, "num_frames": film.num_frames, "fps": film.fps}
+    row |= {"caption": captions[0], "key": sample.key, "metadata": metadata}
+    return row | ({"captions": captions} if taken.several else {})
+
+
 def moments_row(sample: Sample, family: Family, shape: Sequence[int]) -> dict[str, Any]:
     """Check one sample and return its row of the stage `moments`. Raises SampleError: it is unusable."""
     check_key(sample.key)
@@ -227,7 +245,7 @@ def peek(
 def _size_of(content: bytes) -> ImageSize | None:
     """Return the images' size from the moments in an .npy file, or None if their shape fits no size."""
     try:
-        shape = npy_shape(content)
+        shape = npy_values(content).shape
     except SampleError:
         return None
     if len(shape) != 4 or 0 in shape:
@@ -258,7 +276,11 @@ def plan_for(sources: Sequence[Source], config: ShardsConfig, folder: Path) -> W
         raise ValueError(f"empty: {where} has no encodings of FLUX.1, which it belongs to. Leave it out.")
     if stage != "moments" and samples:
         taken = choose(samples, config.asked, where, "video" if stage == "videos" else "image")
-        filters = filters.with_similarity(samples, taken, where)
+        metadata = []
+        for sample in samples:
+            with contextlib.suppress(SampleError):
+                metadata.append(sample.metadata(taken))
+        filters.check_names(metadata, where)
     make_row, columns = (video_row, VIDEO_COLUMNS) if stage == "videos" else (image_row, COLUMNS)
     columns = columns | ({"captions": "json"} if taken.several else {})
     facts, to_row = {**taken.facts, **filters.facts}, functools.partial(make_row, taken=taken, filters=filters)
@@ -322,9 +344,7 @@ def fill_part(
                     raise SampleError(sample.problem)
                 if sample.key in seen:
                     raise SampleError("duplicate key")
-                with part.clocked("decode"):
-                    row = to_row(sample)
-                part.write(row)
+                part.write(to_row(sample))
             except LeftOut as error:
                 part.leave_out(str(error))
             except SampleError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,10 +21,14 @@ from prepare.counts import EMPTY
 from prepare.objects import Objects, StoreObject
 from prepare.parts import GO_ON
 from prepare.samples import VIDEO_SUFFIXES, Sample, SourceError, Taken, column_of
-from prepare.tars import MAX_MEMBER_BYTES, TarStream, is_tar, open_tar
+from prepare.tars import MAX_MEMBER_BYTES, is_tar, members, open_tar
+from stages.image_files import IMAGE_SUFFIXES
 
 MOMENTS_SUFFIX = "npy"
 IMG2DATASET = Taken()
+SAMPLES_PER_PART, BYTES_PER_PART = 1000, 2**30  # of a folder of files; of videos fewer are a part
+SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, MOMENTS_SUFFIX)
+"""Of the file that makes a sample."""
 ALWAYS = {MOMENTS_SUFFIX, "json"}  # parts of a sample whatever the captions are
 NO_NAME = "has no name of the form KEY.SUFFIX"
 NOT_ADJACENT = "files of one key are not adjacent; repack with tar --sort=name"
@@ -58,37 +62,71 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Files(Source):
-    """A tar; folders of files are in folders.py."""
+class Located(Source):
+    """A file here, or an object in a store, which is fetched when it is read."""
 
-    path: Path
+    place: Path | StoreObject
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return self.path.name
+        return self.place.name
 
     def known_by(self) -> dict[str, Any]:
-        return known_by(self.path)
+        return known_by(self.place) if isinstance(self.place, Path) else self.place.known_by()
+
+    def here(self, folder: Path) -> tuple[Path, str]:
+        """Return the file, in `folder` if it had to be fetched, and its address."""
+        if isinstance(self.place, Path):
+            return self.place, str(self.place)
+        return Objects().fetch(self.place.address, folder), self.place.address
+
+
+class Files(Located):
+    """A tar."""
 
     def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
-        return read_source(self.path, ignore, taken)
+        return read_source(self.here(folder)[0], ignore, taken)
 
 
 @dataclass(frozen=True)
-class TarObject(Source):
-    """A tar in a store; it is fetched when it is read."""
+class FolderPart(Source):
+    """Some files of a folder.
 
-    object: StoreObject
+    sizes: bytes of each file, by name.
+    """
 
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.object.name
+    path: Path
+    name: str
+    sizes: Mapping[str, int]
 
     def known_by(self) -> dict[str, Any]:
-        return self.object.known_by()
+        content = "\0".join(f"{size} {name}" for name, size in self.sizes.items()).encode(errors="surrogateescape")
+        digest = xxhash.xxh3_64_hexdigest(content)
+        return {"name": self.name, "bytes": sum(self.sizes.values()), "digest": digest, "folder": self.path.name}
 
     def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
-        return read_source(Objects().fetch(self.object.address, folder), ignore, taken)
+        return read_source(self.path, ignore, taken, list(self.sizes))
+
+
+def cut_folder(path: Path) -> list[Source]:
+    """Cut a folder into parts. Raises OSError: it cannot be read."""
+    entries = (file for file in path.iterdir() if not file.is_dir())  # a link to itself is neither
+    sizes = {file.name: file.stat().st_size if file.is_file() else 0 for file in entries}
+    parts: list[dict[str, int]] = [{}]
+    num_samples = num_bytes = 0
+    names = sorted(sizes, key=lambda name: (PurePosixPath(name).stem, name))
+    for _, of_key in itertools.groupby(names, lambda name: PurePosixPath(name).stem):
+        files = {name: sizes[name] for name in of_key}
+        # A part begins with a sample, so that there is none without: other files belong to the part before.
+        is_sample = any(PurePosixPath(name).suffix[1:].lower() in SUFFIXES for name in files)
+        if is_sample and (num_samples == SAMPLES_PER_PART or (num_samples and num_bytes >= BYTES_PER_PART)):
+            parts.append({})
+            num_samples = num_bytes = 0
+        parts[-1] |= files
+        num_samples += is_sample
+        num_bytes += sum(files.values())
+    many = f", part {{}} of {len(parts)}" if len(parts) > 1 else ""
+    return [FolderPart(path, path.name + many.format(number), part) for number, part in enumerate(parts, 1)]
 
 
 @contextlib.contextmanager
@@ -178,18 +216,17 @@ def _checked(files: Iterator[Named], source: str) -> Iterator[Named]:
 
 def _tar_files(source: Path, wanted: set[str] | None, ignore: Ignore) -> Iterator[Named]:
     """Yield a tar's files. The key ends at the first dot: WebDataset's convention, which img2dataset follows."""
-    with open_tar(source) as file:
-        tar = TarStream(file)
-        for member in tar:
+    with open_tar(source) as tar:
+        for member, problem in members(tar):
             path = PurePosixPath(member.name)
             stem, _, suffix = path.name.partition(".")
-            problem = member.problem or (None if stem and suffix else NO_NAME)
+            problem = problem or (None if stem and suffix else NO_NAME)
             if problem is not None:
                 ignore(member.name, problem)
                 continue
             part = column_of(suffix)
             is_wanted = wanted is None or part in wanted
-            yield str(path.with_name(stem)), part, member.name, tar.read() if is_wanted else None
+            yield str(path.with_name(stem)), part, member.name, tar.extractfile(member).read() if is_wanted else None
 
 
 def _folder_files(

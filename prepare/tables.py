@@ -16,7 +16,7 @@ import importlib
 import json
 import posixpath
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -24,12 +24,12 @@ from typing import Any, BinaryIO
 import xxhash
 
 from cli.errors import Failed, Refused
-from prepare.cells import log_lost, rows_of
+from cli.log import log
 from prepare.counts import EMPTY
-from prepare.objects import Objects, StoreObject
+from prepare.objects import Objects
 from prepare.parts import GO_ON
 from prepare.samples import Row, Sample, SourceError, Taken
-from prepare.sources import Ignore, Source, damage_told, known_by
+from prepare.sources import Ignore, Located, Source, damage_told
 from prepare.tars import MAX_MEMBER_BYTES
 from stages.images import SampleError
 from stages.store_errors import address_problem, scheme_of
@@ -42,6 +42,7 @@ ROWS_AT_ONCE = 16  # of a columnar file in memory
 MAX_LINE_BYTES = 2**24
 OF_TABLES = "SOURCE: {} is not installed, which reads Parquet and Arrow files and Hugging Face data sets"
 DELIMITERS = ",\t;|"
+BAD = (ValueError, OverflowError, LookupError, NotImplementedError)  # pyarrow's own errors are of these kinds
 NO_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EINVAL}
 
 
@@ -94,7 +95,6 @@ class ImageFiles:
             raise Failed(f"SOURCE: {path} cannot be read: {error}. {GO_ON}.") from error
 
 
-@dataclass(frozen=True)
 class Table(Source):
     """What all tables have in common."""
 
@@ -142,25 +142,12 @@ def check_columns(names: Iterable[str], taken: Taken | None) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Columnar(Table):
-    """A Parquet or an Arrow file; one in a store is fetched when it is read."""
-
-    place: Path | StoreObject
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.place.name
-
-    def known_by(self) -> dict[str, Any]:
-        return known_by(self.place) if isinstance(self.place, Path) else self.place.known_by()
+class Columnar(Located, Table):
+    """A Parquet or an Arrow file."""
 
     def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
-        if isinstance(self.place, Path):
-            where, beside, path = str(self.place), str(self.place.parent), self.place
-        else:
-            where, beside = self.place.address, self.place.address.rpartition("/")[0]
-            path = Objects().fetch(where, folder)
+        path, where = self.here(folder)
+        beside = posixpath.dirname(where) or "."
         read, lost = parquet_rows if path.suffix == ".parquet" else arrow_rows, Counter[str]()
         with damage_told(where):
             yield from self.named_rows(((row, None) for row in read(path, taken, lost)), taken, ImageFiles(beside))
@@ -217,6 +204,50 @@ def needed(module: str, text: str = OF_TABLES, lock: str = "tables") -> Any:
     except ModuleNotFoundError as error:
         name = module.partition(".")[0]
         raise Refused(f"{text.format(name)}. Run: pip install --no-deps -r requirements/{lock}.lock") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arrow columns as Python values
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(batch: Any, lost: Counter[str]) -> list[dict[str, Any]]:
+    """Return a record batch's rows; values by column.
+
+    Args:
+        lost: column -> how many of its values are None since they have no Python value; added to.
+    """
+    columns = [values_of(column, name, lost) for name, column in zip(batch.schema.names, batch.columns, strict=True)]
+    return [dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def values_of(column: Any, name: str, lost: Counter[str]) -> list[Any]:
+    """Return a column's values. One that has no Python value, e.g. a time after the year 9999, is None; see `rows_of`.
+
+    A text that is not UTF-8 keeps its other bytes as surrogates, as in a CSV file, and is refused where it is used.
+    """
+    try:
+        return column.to_pylist()
+    except BAD:
+        return [_value_of(scalar, name, lost) for scalar in column]
+
+
+def _value_of(scalar: Any, name: str, lost: Counter[str]) -> Any:
+    try:
+        return scalar.as_py()
+    except BAD:
+        if isinstance(scalar, needed("pyarrow").StringScalar):
+            return scalar.as_buffer().to_pybytes().decode("utf-8", "surrogateescape")
+        lost[name] += 1
+        return None
+
+
+def log_lost(lost: Mapping[str, int], where: str) -> None:
+    """Log which columns of a source have values that are stored as null."""
+    for name, num in lost.items():
+        log.warning(
+            f"{where}: {num:,} values of {name} have no Python value, such as a time out of range. They are null."
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

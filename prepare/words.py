@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from cli import masking
-from cli.command_line import Assignment, Problem, parse_command_line
+from cli.command_line import Problem, parse_command_line
 from cli.errors import ConfigError
 from cli.limits import text_possible
 from config import load, to_yaml
@@ -26,18 +25,13 @@ def read_words(
     argv: Sequence[str],
     schema: type[Config],
     check: Callable[[Config], Sequence[Problem]] = lambda config: [],
-    before: Sequence[Assignment] = (),
 ) -> tuple[list[str], Config | None, list[str]]:
     """Return the places, the configuration and the problems of a command line; None: the configuration was shown instead.
 
     With problems it is the default one, so that more of them can be found.
-
-    Args:
-        before: assignments that the command line's replace.
     """
     places, words = split_words(argv)
     command_line = parse_command_line(words, {})
-    command_line = replace(command_line, assignments=[*before, *command_line.assignments])
     try:
         config = load(schema, command_line, check=check)
     except ConfigError as error:

@@ -2,15 +2,13 @@
 
 `dataset.json`, which prepare.adopt writes for it, says which of its columns are read:
 
-    "columns": {"image": "picture", "captions": ["text", "alt"], "key": "id"}           stage `images`
-    "columns": {"latents": "latents_512", "captions": ["caption"]}                      stage `moments`, see data.py
+    "columns": {"image": "picture", "captions": ["text", "alt"], "key": "id"}
 
     what       encodings                              read as
     image      bytes, jpeg, png: a picture's file     jpg, the file's bytes
                pil: width, height, mode, pixels       jpg, stages.images.Pixels
     captions   str; json: a text, or a list of them   caption: all of them that are texts, in order
     key        str, str_int, any whole number         key; none: the sample's number
-    latents    bytes, ndarray:float16:C,h,w           latents, bytes
 
 Other columns are not decoded. A shard that has no digest in its index has it kept when it is first read, in a file as xxhsum
 writes it: `xxhsum -c` compares it too.
@@ -40,7 +38,6 @@ ENCODINGS = {
     "image": (r"bytes|jpeg|png|pil", "bytes, jpeg, png, pil"),
     "captions": (r"str|json", "str, json"),
     "key": (r"str|str_int|u?int\d*", "str, str_int, int"),
-    "latents": (r"bytes|ndarray:float16:[\d,]+", "bytes, ndarray:float16:C,h,w"),
 }
 """What is read -> the encodings that it can be read from: as a pattern, in words."""
 LINE = re.compile(r"([0-9a-f]{16})  (.+)")
@@ -51,33 +48,32 @@ OF_READER = (
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns are read. Of image and latents one is None."""
+    """Which columns are read."""
 
     captions: tuple[str, ...]
-    image: str | None = None
-    latents: str | None = None
+    image: str
     key: str | None = None
 
     @property
     def named(self) -> dict[str, str]:
         """Column -> what it is read as, of ENCODINGS."""
-        one = {name: getattr(self, name) for name in ("image", "latents", "key")}
-        return {**{column: name for name, column in one.items() if column}, **dict.fromkeys(self.captions, "captions")}
+        one = {self.image: "image", **({self.key: "key"} if self.key else {})}
+        return {**one, **dict.fromkeys(self.captions, "captions")}
 
     def as_facts(self) -> dict[str, Any]:
         """Return them as dataset.json has them."""
-        given = {"image": self.image, "latents": self.latents, "captions": list(self.captions), "key": self.key}
+        given = {"image": self.image, "captions": list(self.captions), "key": self.key}
         return {name: value for name, value in given.items() if value}
 
     @classmethod
     def of_facts(cls, given: Any) -> Columns | None:
         """Read what dataset.json has; None: it cannot be read."""
-        if not isinstance(given, dict) or not set(given) <= {"image", "latents", "captions", "key"}:
+        if not isinstance(given, dict) or not set(given) <= {"image", "captions", "key"}:
             return None
         captions = given.get("captions")
-        ones = [given[name] for name in ("image", "latents", "key") if name in given]
+        ones = [given[name] for name in ("image", "key") if name in given]
         is_text = isinstance(captions, list) and all(isinstance(name, str) for name in [*captions, *ones])
-        if not is_text or not captions or ("image" in given) == ("latents" in given):
+        if not is_text or not captions or "image" not in given:
             return None
         return cls(**{**given, "captions": tuple(captions)})
 
@@ -89,7 +85,7 @@ def wrong_encoding(what: str, encoding: str) -> str | None:
 
 
 class MappedReader(MDSReader):
-    """A shard whose samples are those of a stage of our own: jpg or latents, caption (a list), key.
+    """A shard whose samples are those of a stage of our own: jpg, caption (a list), key.
 
     columns: the named ones. first: number of its first sample in the data set.
     """
@@ -108,11 +104,8 @@ class MappedReader(MDSReader):
             raise ShardError(f"{given}. Write that data set again.")
         encodings = dict(zip(self.column_names, self.column_encodings, strict=True))
         sample: dict[str, Any] = {}
-        if self.columns.latents is not None:
-            sample["latents"] = row[self.columns.latents]
-        if (image := self.columns.image) is not None:
-            content = bytes(row[image])
-            sample["jpg"] = Pixels(content) if encodings[image] == "pil" else content
+        content = bytes(row[self.columns.image])
+        sample["jpg"] = Pixels(content) if encodings[self.columns.image] == "pil" else content
         sample["caption"] = [
             text for name in self.columns.captions for text in texts_of(encodings[name], bytes(row[name]))
         ]

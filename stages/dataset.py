@@ -283,12 +283,10 @@ def _check_facts(where: str, location: str, facts: Mapping[str, Any], digest: st
         raise other(where, "stage", facts.get("stage", MISSING), " or ".join(map(json.dumps, KINDS)))
     if facts.get("columns") is None:
         return
-    columns, scale = columns_of(facts), facts.get("latent_scale")
-    if columns is None or (columns.latents is None) != (facts["stage"] == "images"):
-        possible = "an object of captions, of image or latents as the stage is, and key"
-        raise other(where, "columns", facts["columns"], possible, again)
-    if columns.latents is not None and (type(scale) not in (int, float) or not 0.0 < scale < 1e4):
-        raise other(where, "latent_scale", facts.get("latent_scale", MISSING), "a number above 0", again)
+    if columns_of(facts) is None or facts["stage"] != "images":
+        raise other(
+            where, "columns", facts["columns"], "of a stage of images, an object of captions, image and key", again
+        )
 
 
 def _check_shards(folder: str, shards: ShardTable, of_others: str | None) -> None:

@@ -89,9 +89,6 @@ def together(
     """
     sources, samples = [source for _, source in named], [stage.num_samples for stage in stages]
     found = _twice(sources, stages)
-    if len({stage.facts.get("latent_scale") for stage in stages}) > 1:
-        text = "moments, and latents that others have stored, or latents of another scale. Mix stages of one kind."
-        found.append(("data.streams", text))
     for (key, source), num in zip(named, samples, strict=True):
         if not source.chosen(num, sum(samples)):
             found.append((key, f"none of its {num} samples would be in an epoch. Give it more."))

@@ -18,7 +18,6 @@ from streaming.base.hashing import get_hash
 import data
 from data import DataConfig, StreamingLAIONDataset, build_data
 from prepare import adopt, latents
-from prepare.adopt_latents import center_square
 from stages import fetch, mixture, stores
 from stages.adopted import AdoptedSet, Columns
 from stages.dataset import read_stage, write_facts
@@ -393,7 +392,8 @@ def test_a_stage_of_our_own_and_a_place_that_cannot_be_written_are_refused(tmp_p
     (tmp_path / "file").touch()
     said = refused(capsys, str(theirs), f"facts={tmp_path}/file/theirs.json", code=1)
     assert said == (
-        f"{tmp_path}/file/theirs.json cannot be written: [Errno 17] File exists: '{tmp_path}/file'. Give another facts=PATH."
+        f"{tmp_path}/file/theirs.json cannot be written: [Errno 17] File exists: '{tmp_path}/file'. Give facts=PATH "
+        f"here, and data.facts=PATH to a run."
     )
 
 
@@ -409,7 +409,7 @@ def test_dataset_json_that_does_not_fit_its_index_is_refused(tmp_path):
         return str(error.value)
 
     again = f"Adopt the data set again: python -m prepare.adopt {theirs}"
-    possible = "Possible: an object of captions, of image or latents as the stage is, and key"
+    possible = "Possible: of a stage of images, an object of captions, image and key"
     for columns in ({"image": "jpg"}, {"captions": ["caption"]}, [], {"captions": "caption", "image": "jpg"}):
         assert told(columns=columns) == f"{tmp_path}/facts.json: columns is {json.dumps(columns)}. {possible}. {again}"
     assert told(columns={"image": "jpg", "captions": ["text"]}) == (
@@ -482,7 +482,7 @@ def test_many_shards_in_a_store_are_adopted_from_four_of_them(tmp_path, store, m
     num_bytes = sum(file["bytes"] for file in fetched) + len((tmp_path / "theirs/index.json").read_bytes())
     read = f"{num_bytes:,} bytes of 4 shards and index.json read in "
     assert lines[-2].startswith(f"s3://easel/adopt/dataset.json written; {read}")
-    assert lines[-1] == "composer benchmark.py data.stage=images data.remote=s3://easel/adopt"
+    assert lines[-1] == "composer benchmark.py data.remote=s3://easel/adopt"
     client.delete_object(Bucket="easel", Key="adopt/dataset.json")
     with pytest.raises(ValueError) as error:
         read_stage("s3://easel/adopt")
@@ -501,86 +501,6 @@ def test_a_run_goes_on_with_the_columns_that_it_began_with_alone(tmp_path):
         identities.append(identity_of(RunConfig(), [stage], {}))
     differing = {key for key in identities[0] if identities[0][key] != identities[1][key]}
     assert differing == {"stage.columns"} and "stage.columns" not in identity_of(RunConfig(), [], {})
-
-
-# --- latents ---
-
-
-def latents_set(out: Path, *, scale: float, weights: str = "random", num: int = 12) -> Path:
-    """Write latents as mosaicml/diffusion's script does, with the tiny VAE: drawn once, float16 bytes, small ones without."""
-    from model import normalize_images
-    from zoo.encoders import build_encoders
-
-    encoders = build_encoders(FAMILY, weights)
-    columns = {"jpg": "bytes", "caption": "str", "latents_64": "bytes", "caption_latents": "bytes"}
-    generator = torch.Generator().manual_seed(0)
-    with MDSWriter(out=str(out), columns=columns, size_limit=1 << 13) as writer:
-        for number in range(num):
-            pixels = center_square(data.decode_image(row(number)["jpg"]), 64)
-            with torch.no_grad():
-                moments = FAMILY.encode_images(encoders.modules, normalize_images(pixels[None], "symmetric"))
-            mean, logvar = moments.chunk(2, dim=1)
-            drawn = mean + torch.exp(0.5 * logvar) * torch.randn(mean.shape, generator=generator) * 0.05
-            content = (drawn * scale).half().numpy().tobytes() if number != 5 else b""
-            writer.write(
-                {**{n: row(number)[n] for n in ("jpg", "caption")}, "latents_64": content, "caption_latents": b""}
-            )
-    return out
-
-
-LATENTS = ["latents=latents_64", "model.preset=tiny", "model.weights=random"]
-
-
-@pytest.mark.parametrize("scale", [FAMILY.latent_scale, 1.0])
-def test_latents_are_given_to_a_run_as_they_were_drawn_scaled_once(tmp_path, scale, capsys):
-    theirs = latents_set(tmp_path / "theirs", scale=scale)
-    assert adopt.main([str(theirs), *LATENTS]) == 0
-    assert "no latent: 1" in capsys.readouterr().out
-    facts = read_stage(str(theirs)).facts
-    assert facts["latent_scale"] == pytest.approx(scale, rel=1e-5) and facts["image_size"] == [64, 64]
-    section = DataConfig(stage="moments", remote=str(theirs), workers=0, shuffle=False)
-    made_for = {"model.family": "sd2", "data.normalize": "symmetric", "image_size": [64, 64]}
-    assert section.problems(4, made_for) == []
-    [(key, text)] = section.problems(4, {**made_for, "image_size": [512, 512]})
-    assert key == "image_size" and "were made for [64, 64]" in text
-    loader = build_data(section, FAMILY, size=(64, 64), device_batch_size=4, device=CPU, seed=3).dataloader
-    batches = list(loader)
-    loader.close()
-    plain, columns = StreamingDataset(local=str(theirs), batch_size=1), FAMILY.columns("moments", (64, 64))
-    for batch in batches:
-        assert {name: (tuple(v.shape[1:]), v.dtype) for name, v in batch.items()} == {
-            name: (column.shape, column.dtype) for name, column in columns.items()
-        }
-    drawn = FAMILY.sample_latents(
-        torch.cat([b["moments"] for b in batches]).float(), torch.randn(12, *FAMILY.latent_shape((64, 64)))
-    )
-    for number in range(12):
-        stored = np.frombuffer(plain[{5: 6}.get(number, number)]["latents_64"], np.float16).astype(np.float32)
-        wanted = stored if scale != 1.0 else stored * FAMILY.latent_scale
-        assert np.allclose(drawn[number].numpy().ravel(), wanted, rtol=1e-3, atol=1e-4)
-    assert loader.bad_samples == {5: ("5", "no latent")}
-
-
-def test_latents_that_are_not_of_the_given_vae_or_say_too_little_are_refused(tmp_path, capsys):
-    theirs = latents_set(tmp_path / "theirs", scale=3.0)
-    said = refused(capsys, str(theirs), *LATENTS)
-    assert said.startswith("latents: latents_64 is not what this VAE makes of the pictures: ") and said.endswith(
-        "of the means' root mean square. Possible: up to 0.3. Give the VAE that made them as model.weights."
-    )
-    assert refused(capsys, str(theirs), "latents=latents_64") == (
-        "model.weights: not given. The data set does not say which VAE has made latents_64, nor of which scale they are. "
-        "Give the VAE that it was: they are compared with what it makes of some pictures."
-    )
-    without = tmp_path / "without"
-    with MDSWriter(out=str(without), columns={"caption": "str", "latents_64": "bytes"}) as writer:
-        writer.write({"caption": "a", "latents_64": b"ab"})
-    assert refused(capsys, str(without), *LATENTS) == (
-        "image: not given, and no column is known by its name, and latents are compared with their pictures. It has: caption "
-        "(str), latents_64 (bytes)."
-    )
-    assert refused(capsys, str(theirs), "model.weights=random") == (
-        "model.weights: has no use without latents=COLUMN. Leave it out."
-    )
 
 
 def test_moments_of_an_adopted_set_are_those_of_a_stage_of_our_own(tmp_path):

@@ -164,10 +164,9 @@ def test_buckets_that_fill_no_batch_are_refused(sorted_):
     assert config.problems(8, {"image_size": [128, 128]})[0][0] == "image_size"
 
 
-def test_a_set_is_looked_at_bucket_by_bucket(sorted_, capsys):
+def test_look_takes_one_bucket_of_a_set(sorted_, capsys):
     assert look.main([str(sorted_)]) == 2
-    said = f"REMOTE: {sorted_} is a set of buckets. Look at one of them: {sorted_}/48x96.\n"
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err.startswith(f"REMOTE: {sorted_} is a set of buckets. Possible: ")
 
 
 def test_a_set_that_lost_a_bucket_is_refused(sorted_, tmp_path):

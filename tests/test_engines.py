@@ -7,36 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from conftest import ROOT, run, sample_files, tree, write_tar
+from conftest import run, sample_files, tree, write_tar
 from test_prepare_parts import bucket, objects  # noqa: F401  bucket is a fixture
 
 from cli.errors import Failed, Refused
-from evaluation.image_folder import image_batches, list_images
-from prepare import cluster, engines, fid_statistics, latents, parts, places, shards
+from prepare import cluster, engines, parts, places, shards
 from prepare.engines import EngineKeys
 
 os.environ.update(cluster.QUIET)  # before Ray is loaded
 
 pytestmark = [pytest.mark.usefixtures("same_number_of_threads"), pytest.mark.timeout(300, func_only=True)]
 
-KEYS = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_size=5"]
-READER = f"inception={ROOT}/zoo/shapes_weights/reader/model.safetensors"
 LOCAL = EngineKeys()
 
 
@@ -82,19 +75,14 @@ def test_what_ends_a_process_is_told_as_it_is(numbers, text):
     assert str(told.value) == text
 
 
-def test_the_keys_say_what_does_not_go_together(tars, stage, tmp_path, monkeypatch, capsys):
+def test_the_keys_say_what_does_not_go_together(tars, tmp_path, capsys):
     out = str(tmp_path / "out")
     assert shards.main([str(tars), out, "ray=10.0.0.1:6379"]) == 2
     assert shards.main([str(tars), out, "engine=ray", "ray=ray://10.0.0.1:10001"]) == 2
-    assert latents.main([str(stage), out, *KEYS, "actors=2"]) == 2
-    monkeypatch.setattr(engines.dist, "get_world_size", lambda: 2)
-    assert latents.main([str(stage), out, *KEYS, "engine=ray"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "ray: 10.0.0.1:6379 is given, but engine is local. Give engine=ray, or leave it out.",
         "ray: ray://10.0.0.1:10001 is no address. Possible: auto, or HOST:PORT of the head, as `ray start --head` prints it. "
         "The command has to run on a node of the cluster.",
-        "actors: has no use with engine=local. Give engine=ray, or leave it out.",
-        "engine: ray is given under a launcher with 2 ranks. Run python -m prepare.latents alone, or leave engine=ray out.",
     ]
     assert not Path(out).exists()
 
@@ -130,46 +118,6 @@ def test_a_worker_that_sees_another_out_is_refused(tmp_path):
     timer.start()
     parts.check_shared(late, plan)
     timer.join()
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
-    """23 images, of which neighbours differ in size here and there."""
-    folder = tmp_path_factory.mktemp("pictures")
-    for number in range(23):
-        size = (40, 40) if number in (4, 5, 11) else (32, 32)
-        (folder / f"{number:03d}.jpg").write_bytes(sample_files(number, size)["jpg"])
-    return folder
-
-
-@pytest.mark.parametrize("keys", [{}, {"image_size": 32}])
-def test_images_are_cut_where_the_batches_of_one_process_end(pictures, monkeypatch, keys):
-    monkeypatch.setattr(fid_statistics, "BATCHES_PER_PART", 2)
-    config, paths = fid_statistics.FidStatisticsConfig(inception="random", batch_size=3, **keys), list_images(pictures)
-    found = fid_statistics.cut(paths, config)
-
-    def batches(paths) -> list[list[Path]]:
-        return [names for names, _ in image_batches(paths, config.batch_size, config.image_size)]
-
-    assert [names for part in found for names in batches(paths[part])] == batches(paths)
-    assert {len(batches(paths[part])) for part in found[:-1]} == {2} and len(found) > 3
-
-
-def test_all_images_that_workers_cannot_read_are_named(pictures, tmp_path, monkeypatch, capsys):
-    @contextlib.contextmanager
-    def in_this_process(self, start, workers=None, *, gpu=False):
-        yield engines.Local(start, 1)
-
-    monkeypatch.setattr(engines.EngineKeys, "opened", in_this_process)
-    monkeypatch.setattr(fid_statistics, "BATCHES_PER_PART", 2)
-    spoilt = shutil.copytree(pictures, tmp_path / "spoilt")
-    for name in ("003.jpg", "020.jpg"):
-        (spoilt / name).write_bytes(b"<html>")
-    words = [str(spoilt), str(tmp_path / "out.npz"), READER, "batch_size=3", "image_size=32", "engine=ray"]
-    assert fid_statistics.main(words) == 1
-    skipped = tmp_path / "out.skipped.jsonl"
-    assert capsys.readouterr().err.endswith(f" 2 of 23 images cannot be read; reasons: {skipped}.\n")
-    assert [json.loads(line)["key"] for line in skipped.read_text().splitlines()] == ["003.jpg", "020.jpg"]
 
 
 # --- a cluster ---
@@ -300,31 +248,6 @@ def test_short_shards_on_two_nodes_of_which_one_dies_are_those_of_one_machine(no
     assert not re.sub(again, "", said.err).replace("5 parts", "").count("ray")
 
 
-def test_moments_on_two_nodes_of_which_one_dies_go_from_a_store_to_a_store(nodes, stage, bucket, tmp_path):  # noqa: F811
-    for name, content in tree(stage).items():
-        bucket.put_object(Bucket="easel", Key=f"ray/images/{name}", Body=content)
-    assert latents.main([str(stage), str(tmp_path / "local"), *KEYS, "store_text=true"]) == 0
-    with a_node_dies(nodes, tmp_path / "held") as made_on_both:
-        words = ["s3://easel/ray/images", "s3://easel/ray/moments", *KEYS, "store_text=true", *nodes.words]
-        assert latents.main(words) == 0
-        assert made_on_both()
-    assert objects(bucket, "ray/moments/") == tree(tmp_path / "local")
-
-
-def test_statistics_are_those_of_one_process_to_the_last_bit(nodes, pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr(fid_statistics, "BATCHES_PER_PART", 2)
-    words = [str(pictures), READER, "batch_size=3", "image_size=32"]
-    assert fid_statistics.main([*words, str(tmp_path / "local.npz")]) == 0
-    assert fid_statistics.main([*words, str(tmp_path / "ray.npz"), *nodes.words]) == 0
-    one, other = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("local", "ray"))
-    assert one.keys() == other.keys() and one["num_images"] == 23
-    assert all(one[name].tobytes() == other[name].tobytes() for name in one)
-    spoilt = shutil.copytree(pictures, tmp_path / "spoilt")
-    (spoilt / "011.jpg").write_bytes(b"<html>")
-    assert fid_statistics.main([str(spoilt), *words[1:], str(tmp_path / "no.npz"), *nodes.words]) == 1
-    assert not (tmp_path / "no.npz").exists()
-
-
 def ending(folder: Path) -> Callable[[int], str]:
     """Numbers, and how the making of each ends."""
 
@@ -360,39 +283,9 @@ def test_a_killed_worker_is_tried_again_and_errors_come_back_as_they_are(nodes, 
         ]:
             with pytest.raises(kind, match=f"^{text}{at.format(number)}$") as told:
                 list(engine.run([number]))
-            assert type(told.value) is kind and "return [][0]" in str(told.value.__cause__) if number == 6 else True
+            assert type(told.value) is kind and (number != 6 or "return [][0]" in told.value.__notes__[0])
         with pytest.raises(Failed, match=r"^ray: part-00002: its worker died, 2 times: .* What is done stays; "):
             list(engine.run([2]))
-
-
-def of_gpu() -> Callable[[int], str]:
-    return lambda number: os.environ["CUDA_VISIBLE_DEVICES"]
-
-
-TELL = cluster.Cluster._tell_of_waiting
-
-
-@pytest.mark.timeout(250, func_only=True)
-def test_work_that_no_node_can_do_waits_for_one_that_joins(nodes, monkeypatch, capsys):
-    monkeypatch.setattr(cluster, "SILENCE_SEC", 0.5)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # Ray takes no node's word for more than this
-    told = threading.Event()
-    monkeypatch.setattr(cluster.Cluster, "_tell_of_waiting", lambda self, tell=TELL: (tell(self), told.set()))
-
-    def work() -> list[tuple[int, str]]:
-        with nodes.keys.opened(of_gpu, 1, gpu=True) as engine:
-            return list(engine.run([5]))
-
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(work)
-        assert told.wait(60)
-        added = nodes.add(num_gpus=1)  # Ray adds nodes in a main thread alone
-        assert done.result(120) == [(5, "0")]
-    nodes.remove(added)
-    begin = (
-        "ray: no worker has started yet. Each needs 1 CPU and 1 GPU; the cluster has 1 CPU (1 free), 0 GPU (0 free)."
-    )
-    assert capsys.readouterr().err.startswith(begin)
 
 
 def test_a_cluster_that_is_not_there_is_refused_in_seconds(tars, tmp_path, monkeypatch, capsys):
@@ -401,15 +294,10 @@ def test_a_cluster_that_is_not_there_is_refused_in_seconds(tars, tmp_path, monke
         held.bind(("127.0.0.1", 0))  # and does not listen
         address, started = f"127.0.0.1:{held.getsockname()[1]}", time.monotonic()
         assert shards.main([str(tars), str(tmp_path / "out"), "engine=ray", f"ray={address}"]) == 2
-        monkeypatch.setattr(cluster, "ANSWER_SEC", 4.0)
-        held.listen()  # and does not answer
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        assert shards.main([str(tars), str(tmp_path / "out"), "engine=ray"]) == 2
     assert time.monotonic() - started < 60
     todo = "Start one with `ray start --head`, on further nodes `ray start --address=HOST:PORT`, or give its address."
     assert capsys.readouterr().err.splitlines() == [
         f"ray: no cluster at {address} (ConnectionRefusedError: [Errno 111] Connection refused). {todo}",
-        f"ray: no cluster at {address} (none has answered for 4 s). {todo}",
     ]
     assert not (tmp_path / "out").exists()
 

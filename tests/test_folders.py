@@ -1,8 +1,7 @@
-"""prepare/folders.py: a folder of files in parts, and what has changed in it since a stage was begun."""
+"""prepare/sources.py: a folder of files in parts."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import pytest
 from conftest import picture, sample_files, tree
 from test_prepare import rows, skipped
 
-from prepare import folders, shards
-from prepare.folders import cut_folder
+from prepare import shards, sources
+from prepare.sources import cut_folder
 
 
 def write_folder(folder: Path, num: int) -> Path:
@@ -25,7 +24,7 @@ def write_folder(folder: Path, num: int) -> Path:
 
 @pytest.fixture
 def by_ten(monkeypatch):
-    monkeypatch.setattr(folders, "SAMPLES_PER_PART", 10)
+    monkeypatch.setattr(sources, "SAMPLES_PER_PART", 10)
 
 
 def names_of(folder: Path) -> list[list[str]]:
@@ -105,8 +104,8 @@ def test_a_caption_that_claims_gigabytes_is_not_read_and_a_pipe_is_no_table(tmp_
 
 
 def test_files_of_no_sample_make_no_part_and_a_large_sample_ends_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "SAMPLES_PER_PART", 2)
-    monkeypatch.setattr(folders, "BYTES_PER_PART", 100)
+    monkeypatch.setattr(sources, "SAMPLES_PER_PART", 2)
+    monkeypatch.setattr(sources, "BYTES_PER_PART", 100)
     sizes = {
         "a.html": 1,
         "b.jpg": 1,
@@ -128,40 +127,16 @@ def test_files_of_no_sample_make_no_part_and_a_large_sample_ends_one(tmp_path, m
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
-def test_files_that_were_added_changed_or_removed_are_named(tmp_path, by_ten, capsys, is_finished):
+def test_a_folder_whose_files_changed_is_another_input(tmp_path, by_ten, capsys, is_finished):
     source, out = write_folder(tmp_path / "pictures", 25), tmp_path / "out"
     words = [str(source), str(out), "workers=1"]
     assert shards.main(words) == 0
     if not is_finished:
         (out / "dataset.json").unlink()
     (source / "0003.txt").write_bytes(b"another caption than before")
-    (source / "0007.json").unlink()
-    (source / "0003b.png").write_bytes(picture(1, kind="PNG"))
     (source / "0030\n.txt").write_bytes(b"")
     before = tree(out)
     capsys.readouterr()
     assert shards.main(words) == 2 and tree(out) == before
-    assert capsys.readouterr().err == (
-        f"OUT: {out} holds the {'finished' if is_finished else 'unfinished'} work of this command, but files in pictures "
-        "changed since it was started: 0003.txt, 0003b.png, 0007.json, 0030\\n.txt. Restore them, give another OUT, or "
-        "remove this one.\n"
-    )
-    assert shards.main([*words, "shard_size=4kb"]) == 2
-    assert (
-        "work of another command: shard_size was 67108864, is 4096; files in pictures changed"
-        in capsys.readouterr().err
-    )
-
-
-def test_many_changed_files_are_counted_and_another_folder_is_another_command(tmp_path, by_ten, capsys):
-    source, out = write_folder(tmp_path / "in", 12), tmp_path / "out"
-    assert shards.main([str(source), str(out), "workers=1"]) == 0
-    assert "files" in json.loads((out / "plan.json").read_bytes())["parts"][0]
-    for number in range(12):
-        (source / f"{number:04d}.txt").unlink()
-    assert shards.main([str(source), str(out)]) == 2
-    assert ": 0000.txt, 0001.txt, 0002.txt, 0003.txt, 0004.txt and 7 more. Restore" in capsys.readouterr().err
-    assert shards.main([str(write_folder(tmp_path / "other", 12)), str(out)]) == 2
-    error = capsys.readouterr().err
-    assert 'of another command: part-00000.name was "in, part 1 of 2", is "other, part 1 of 2"; ' in error
-    assert "part-00000.files" not in error
+    state = "finished" if is_finished else "unfinished"
+    assert f"OUT: {out} holds the {state} work of another command: part-00000.bytes was " in capsys.readouterr().err

@@ -167,8 +167,8 @@ COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
         fid_statistics.FidStatisticsConfig,
         command_of(fid_statistics.FidStatisticsConfig, fid_statistics.check),
     ),
-    "adopt": (adopt.AdoptConfig, command_of(adopt.AdoptConfig, adopt.check)),
-    "look": (look.LookConfig, command_of(look.LookConfig, functools.partial(look.check, stage=None))),
+    "adopt": (adopt.AdoptConfig, command_of(adopt.AdoptConfig)),
+    "look": (look.LookConfig, command_of(look.LookConfig)),
 }
 PLACES: dict[str, Path] = {}
 BASE = {

@@ -222,8 +222,8 @@ def test_a_sections_words_are_what_differs_from_its_command_s_defaults():
     from zoo.model_config import ModelConfig
 
     section = LatentsConfig(model=ModelConfig(weights="random"), image_size=[64, 32], store_text=True)
-    words = command.words_of(section, engine="ray", ray="auto")
-    assert words == ["engine=ray", "model.weights=random", "image_size=[64, 32]", "store_text=true"]
+    words = command.words_of(section, workers=8)
+    assert words == ["workers=8", "model.weights=random", "image_size=[64, 32]", "store_text=true"]
 
 
 # --- the download ---

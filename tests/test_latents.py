@@ -251,7 +251,7 @@ def test_who_makes_a_part_changes_no_byte(stage, unbroken, tmp_path, monkeypatch
     out = tmp_path / "out"
     words = [str(stage), str(out), *KEYS]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(latents, "make_parts", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(latents, "make_parts", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         latents.main(words)
     num = len(json.loads((out / "plan.json").read_text())["parts"])
     for rank in (1, 0):
@@ -286,8 +286,8 @@ def test_two_ranks_killed_and_started_again_on_one_make_the_bytes_of_one(stage, 
     assert tree(tmp_path / "two") == tree(unbroken)
     assert "found 48 samples, wrote 48, skipped 0; " in done.stdout
 
-    slow = "import time, prepare.latents as l, prepare.latent_parts as p; m = p.make_part\n"
-    slow += "p.make_part = lambda *a: (m(*a), time.sleep(1))\nimport sys; sys.exit(l.main(sys.argv[1:]))\n"
+    slow = "import time, prepare.latents as p; m = p.make_part\n"
+    slow += "p.make_part = lambda *a: (m(*a), time.sleep(1))\nimport sys; sys.exit(p.main(sys.argv[1:]))\n"
     (tmp_path / "slow.py").write_text(slow)  # a second between parts, in which to be killed
     with started("composer", "-n", "2", str(tmp_path / "slow.py"), *words[2:]):
         while not list((tmp_path / "out").glob("*/part.json")):

@@ -366,18 +366,14 @@ def test_moments_that_cannot_be_used_say_why(tmp_path):
         "good": (npy(moments(0)), None),
         "shape": (npy(moments(0, side=16)), "moments of another shape than (1, 8, 8, 8)"),
         "flat": (npy(moments(0)[0]), "moments of another shape than (1, 8, 8, 8)"),
-        "lie": (huge_header, "moments of another shape than (1, 8, 8, 8)"),
+        "lie": (huge_header, "moments are no whole .npy array"),
         "double": (npy(moments(0).astype("f8")), "moments are not float32"),
         "nan": (npy(spoilt), "moments are not finite in float16"),
         "large": (npy(moments(0) * 1e6), "moments are not finite in float16"),
-        "cut": (npy(moments(0))[:-5], "truncated or damaged moments"),
-        "longer": (npy(moments(0)) + b"more", "truncated or damaged moments"),
-        "zero": (b"", "not an .npy array"),
-        "text": (b"<html>", "not an .npy array"),
-        "pickled": (
-            npy(np.array([Bomb()], object), allow_pickle=True),
-            "moments are pickled objects, which are never loaded",
-        ),
+        "cut": (npy(moments(0))[:-5], "moments are no whole .npy array"),
+        "zero": (b"", "moments are no whole .npy array"),
+        "text": (b"<html>", "moments are no whole .npy array"),
+        "pickled": (npy(np.array([Bomb()], object), allow_pickle=True), "moments are no whole .npy array"),
     }
     samples = {name: {"npy": content, "txt": b"x"} for name, (content, _) in cases.items()}
     tar = write_tar(tmp_path / "in.tar", {**samples, "picture": sample_files(1), "mute": {"npy": npy(moments(3))}})
@@ -482,13 +478,12 @@ def test_a_tar_that_lies_about_sizes_or_has_a_broken_header_costs_itself_and_no_
         member.size = 5_000_000
         with open("/dev/zero", "rb") as zeros:
             tar.addfile(member, zeros)
-    assert shards.main([str(folder), str(tmp_path / "out"), "workers=1"]) == 0
+    assert shards.main([str(folder), str(tmp_path / "out"), "workers=1"]) == 1
     assert [row["key"] for row in rows(tmp_path / "out")] == ["good"]
     last = capsys.readouterr().out.splitlines()[-1]
-    assert "sources with a fault: 3 (has no sample: 3); files that were not read: 3, e.g. a.jpg; " in last
+    assert "sources with a fault: 3 (cannot be read to its end: 1, has no sample: 2); " in last
     assert [entry for entry in skipped(tmp_path / "out" / "skipped.jsonl") if entry[1]] == [
         ("1.tar", "a.jpg", "is a sparse file"),
-        ("2.tar", "b.jpg", "is a sparse file"),
         ("3.tar", "c.jpg", "has more than 4 MiB"),
     ]
 
@@ -592,17 +587,9 @@ def test_rendered_pictures_go_through_prepare_shards(tmp_path):
     ("words", "message"),
     [
         (["a", "b"], "command line: exactly one OUT has to be given. python -m prepare.shapes --help says more."),
-        (["{tmp}"], "OUT: {tmp} exists. Give a new folder, or remove it."),
-        (
-            ["{tmp}/a", "num_images=0"],
-            "command line: num_images is '0'. Possible: a whole number from 1 to 1000000000.",
-        ),
-        (["{tmp}/a", "seed=²"], "command line: seed is '²'. Possible: a whole number from 0 to 4294967295."),
-        (
-            ["{tmp}/a", "images=3"],
-            "command line: unknown key 'images'. Known: num_images, image_size, seed, world, part, objects, captions, "
-            "layout.",
-        ),
+        (["{tmp}"], "OUT: {tmp} exists. Give a new name, or remove it."),
+        (["{tmp}/a", "num_images=0"], "command line: num_images is 0. Possible: 1 to 1,000,000,000."),
+        (["{tmp}/a", "images=3"], "command line: unknown key 'images'. Did you mean 'num_images'?"),
     ],
 )
 def test_shapes_says_what_it_cannot_do(tmp_path, capsys, words, message):

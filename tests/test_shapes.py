@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from evaluation.clip_score import load_clip
 from evaluation.inception import load_inception
 from evaluation.prompts import read_prompts
-from prepare.shapes import command, pictures
+from prepare.shapes import command
 from prepare.shapes.pictures import draw_jitter, prompt_scenes, render
 from zoo import load_family
 from zoo.encoders import build_encoders, own_weights, weights_problems
@@ -160,14 +160,9 @@ def test_prompts_are_all_different_and_end_where_the_scenes_do(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{tmp}/a", "part=test"], "command line: part is 'test'. Possible: training, prompts, reference."),
-        (["{tmp}/a", "objects=3"], "command line: objects is '3'. Possible: both, one, two."),
-        (["{tmp}/a.tsv", "layout=tars"], "command line: layout changes nothing of a file of prompts. Leave it out."),
-        (
-            ["{tmp}/a", "layout=files", "captions=shuffled"],
-            "command line: captions changes nothing of pictures alone (layout=files). Leave it out.",
-        ),
-        (["{tmp}/file.tsv"], "OUT: {tmp}/file.tsv exists. Give a new file, or remove it."),
+        (["{tmp}/a", "part=test"], "command line: part is 'test'. Possible: one of training, prompts, reference."),
+        (["{tmp}/a", "objects=3"], "command line: objects is 3. Possible: one of one, two, both."),
+        (["{tmp}/file.tsv"], "OUT: {tmp}/file.tsv exists. Give a new name, or remove it."),
     ],
 )
 def test_the_command_says_what_it_cannot_do(tmp_path, capsys, words, message):
@@ -175,25 +170,6 @@ def test_the_command_says_what_it_cannot_do(tmp_path, capsys, words, message):
     (tmp_path / "file.tsv").touch()
     assert command.main([word.format(tmp=tmp_path) for word in words]) == 2
     assert capsys.readouterr().err == message.format(tmp=tmp_path) + "\n"
-
-
-@pytest.mark.parametrize("name", ["world", "world.tsv"])
-def test_of_two_commands_for_one_place_the_second_says_so(tmp_path, capsys, name):
-    out = tmp_path / name
-    with pictures.unfinished(out) as partial:
-        assert command.main([str(out), "num_images=2"]) == 2
-        partial.touch()
-    said = f"OUT: {out} is being written by another process. Wait for it, or give another name.\n"
-    assert capsys.readouterr().err == said
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_what_a_killed_command_left_is_replaced(tmp_path):
-    (tmp_path / "world.partial").mkdir()
-    (tmp_path / "world.partial/old.tar").touch()
-    (tmp_path / "world.lock").touch()
-    assert command.main([str(tmp_path / "world"), "num_images=2"]) == 0
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["world", "world/00000.tar"]
 
 
 @pytest.mark.parametrize("name", ["world", "world.tsv"])

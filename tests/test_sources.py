@@ -342,24 +342,23 @@ def test_a_folder_of_images_with_their_metadata_in_a_table_is_read_by_it(tmp_pat
             "t.csv",
             b"url,caption\nhttps://example.invalid/a.jpg,a\n",
             [],
-            "image: url of t.csv holds URLs, and nothing is downloaded here. Run: img2dataset --url_list t.csv --input_format"
-            " csv --url_col url --caption_col CAPTION --output_format webdataset --output_folder TARS. Then give TARS.",
+            "image: t.csv holds URLs, and nothing is downloaded here. Download them by img2dataset, or video2dataset, and "
+            "give its tars.",
         ),
         (
             "t.jsonl",
             b'{"image": "http://example.invalid/a.jpg", "text": "a"}\n',
             [],
-            "image: image of t.jsonl holds URLs, and nothing is downloaded here. Run: img2dataset --url_list t.jsonl "
-            "--input_format jsonl --url_col image --caption_col CAPTION --output_format webdataset --output_folder TARS. Then"
-            " give TARS.",
+            "image: t.jsonl holds URLs, and nothing is downloaded here. Download them by img2dataset, or video2dataset, and "
+            "give its tars.",
         ),
         (
             "t.jsonl",
             b'{"image": "img/0.jpg", "text": "a", "score": 0.3, "name": "x"}\n',
             ["min_similarity=0.2"],
-            "min_similarity: the metadata of t.jsonl has no similarity or clip_similarity_vitl14 or clip_similarity_vitb32 or"
-            " clip_l14_similarity_score or clip_b32_similarity_score, and it is not computed here. Numbers there: score. "
-            "Give similarity=NAME, or leave min_similarity out.",
+            "min_similarity: no similarity or clip_similarity_vitl14 or clip_similarity_vitb32 or clip_l14_similarity_score "
+            "or clip_b32_similarity_score. The metadata of t.jsonl has name, score. Give similarity=NAME, or leave "
+            "min_similarity out.",
         ),
         (
             "t.jsonl",
@@ -448,7 +447,6 @@ def test_size_aspect_and_similarity_leave_samples_out_which_are_counted_by_reaso
         "min_side_px": 64,
         "max_aspect": 2.0,
         "min_similarity": 0.3,
-        "similarity": "similarity",
     }
     assert [entry[1] for entry in skipped(tmp_path / "out" / "skipped.jsonl")] == ["broken"]
     assert make(tmp_path / "in.tar", tmp_path / "out", "min_side_px=65", *keys[1:]) == 2
@@ -460,7 +458,7 @@ def test_a_similarity_may_be_the_text_of_a_csv_file_and_have_another_name(tmp_pa
     scores = ["0.31", "0.29", "nan", ""]
     write_csv(tmp_path / "t.csv", ["image", "text", "score"], [[p, "x", s] for p, s in zip(paths, scores, strict=True)])
     assert make(tmp_path / "t.csv", tmp_path / "out", "min_similarity=0.3", "similarity=score") == 0
-    assert facts(tmp_path / "out")["counts"]["left_out"] == {"no score in the metadata": 2, "score below 0.3": 1}
+    assert facts(tmp_path / "out")["counts"]["left_out"] == {"no similarity in the metadata": 2, "similarity below 0.3": 1}
 
 
 # --- in a store ---

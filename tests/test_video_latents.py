@@ -155,8 +155,7 @@ def test_what_does_not_fit_is_refused(stage, tmp_path, capsys):
         ),
         (
             [str(stage), *words_of("wan", "i2v"), "flip=true"],
-            "flip: true, but wan is told of the first frame, and first_frame, image_states of its mirrored one are not "
-            "stored. Leave it out.",
+            "flip: true, but wan needs first_frame, image_states, which are not stored of mirrored images. Leave it out.",
         ),
     ]
     for words, text in cases:

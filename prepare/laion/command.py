@@ -119,10 +119,8 @@ def make_shards(config: LaionConfig) -> int:
 
 
 def make_latents(config: LaionConfig) -> int:
-    """Make the stage of moments: on a cluster, or in ranks of this machine."""
+    """Make the stage of moments in ranks of this machine."""
     places = [config.place_of_images, config.place_of_moments]
-    if config.engine == "ray":
-        return latents.main([*places, *words_of(config.latents, engine=config.engine, ray=config.ray)])
     ranks = config.ranks or torch.cuda.device_count() or len(os.sched_getaffinity(0))
     words = processes.of_composer(ranks, "-m", "prepare.latents", *places, *words_of(config.latents))
     child = subprocess.Popen(words, cwd=processes.ROOT, preexec_fn=end_with_parent)

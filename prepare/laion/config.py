@@ -95,7 +95,7 @@ class ImagesConfig:
 
 @dataclass(frozen=True)
 class LaionConfig(EngineKeys):
-    """All stages, in their order. `engine` and `ray` are those of images, shards and latents."""
+    """All stages, in their order. `engine` and `ray` are those of images and shards."""
 
     folder: str | None = None
     """Folder of the metadata, the filtered rows and the tars. With engine=ray all nodes have to see it."""

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from cli.errors import ConfigError, Failed, Refused
-from prepare import cells
+from prepare import tables
 from prepare.laion.config import FILTERED, METADATA, FilterConfig, LaionConfig
 from prepare.laion.duplicates import MOST_ROWS, digests, duplicates_of, write_runs
 from prepare.laion.rows import Columns, conditions, find_columns, has_texts, needed, wanted_rows
@@ -189,8 +189,8 @@ def values_of(column: Any, name: str) -> list[Any]:
     if has_texts(column.type):
         column = column.cast(arrow.large_string()).cast(arrow.large_binary())
     lost: Counter[str] = Counter()
-    values = cells.values_of(column, name, lost)
-    cells.log_lost(lost, "metadata")
+    values = tables.values_of(column, name, lost)
+    tables.log_lost(lost, "metadata")
     return values
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import math
-import os
 import random
-import shutil
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from filelock import FileLock
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
@@ -157,39 +154,21 @@ def write_files(out: Path, pictures: Pictures, numbers: Iterable[int]) -> None:
 LAYOUTS = {"tars": write_tars, "files": write_files}
 
 
-def write(out: Path, pictures: Pictures, layout: str) -> None:
-    """Write images to `out`; the folder appears when it is complete. Raises OSError; Timeout: another process writes it."""
-    with unfinished(out) as partial:
-        if partial.exists():  # left by a killed command
-            shutil.rmtree(partial)
+def write(out: Path, pictures: Pictures, layout: Callable[[Path, Pictures, Iterable[int]], None]) -> None:
+    """Write images to `out`; the folder appears when it is complete. Raises OSError."""
+    with unfinished(out) as partial, tqdm(range(pictures.num_images), unit=" images", desc="shapes") as numbers:
         partial.mkdir()
-        with tqdm(range(pictures.num_images), unit=" images", desc="shapes") as numbers:
-            LAYOUTS[layout](partial, pictures, numbers)
+        layout(partial, pictures, numbers)
 
 
 @contextlib.contextmanager
 def unfinished(out: Path) -> Iterator[Path]:
-    """Yield a temporary name for `out`; it is renamed at the end.
-
-    Raises:
-        Timeout: another process is writing it.
-        FileExistsError: another process has written it meanwhile.
-    """
+    """Yield a temporary name for `out`; it is renamed at the end."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial, lock = out.with_name(out.name + ".partial"), FileLock(out.with_name(out.name + ".lock"))
-    with lock.acquire(timeout=0):
-        if out.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
-        try:
-            yield partial
-            partial.rename(out)
-        except BaseException:  # free the space on a full disk
-            if partial.is_dir():
-                shutil.rmtree(partial)
-            partial.unlink(missing_ok=True)
-            raise
-        finally:
-            Path(lock.lock_file).unlink()
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        partial = Path(folder, out.name)
+        yield partial
+        partial.rename(out)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
