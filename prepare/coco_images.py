@@ -6,14 +6,13 @@ PIL decodes, resizes and encodes without Python's lock, so that threads are enou
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import os
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,8 @@ from tqdm import tqdm
 
 from cli.errors import Failed, Refused
 from cli.files import is_bounded, open_regular, to_disk, whole, write_whole
-from prepare.coco_subset import image_name
 from prepare.counts import SKIPPED_FILE, Ledger
+from prepare.names import GO_ON
 from stages.image_files import open_image
 from stages.moments import TIMESTEP
 
@@ -34,6 +33,11 @@ SAMPLES_PER_TAR = 1000
 MAX_BYTES = 2**26  # of an image's file; COCO's largest has less than one MiB
 NAMED = 5
 FETCH = "Give COCO's whole val2014.zip, or a folder with all of its images"
+
+
+def image_name(image_id: int, suffix: str = "jpg") -> str:
+    """Return the name of an image's file: of COCO's own, and with another suffix of ours."""
+    return f"COCO_val2014_{image_id:012}.{suffix}"
 
 
 class Pictures:
@@ -107,7 +111,6 @@ def write_images(folder: Path, table: DataFrame, pictures: Callable[[], Pictures
         OSError: the folder cannot be written.
     """
     names = [image_name(number) for number in table["image_id"]]
-    folder.mkdir(parents=True, exist_ok=True)
     todo = _missing(folder, names)
     if todo:
         source = pictures()
@@ -119,9 +122,11 @@ def write_images(folder: Path, table: DataFrame, pictures: Callable[[], Pictures
                 write_whole(folder / name, content)
             return problem
 
-        problems = _in_threads(make, todo, workers)
+        with ThreadPoolExecutor(workers) as pool:
+            made = tqdm(pool.map(make, todo), total=len(todo), unit=" images", desc="resize")
+            problems = {name: problem for name, problem in zip(todo, made, strict=True) if problem}
         to_disk(folder)
-        _check_all(problems, len(todo), source.path.name, folder.parent)
+        _check_all(problems, source.path.name, folder.parent)
     return f"{len(names):,} of {size} x {size} px in {folder}, {len(todo):,} of them made now"
 
 
@@ -131,28 +136,23 @@ def write_tars(folder: Path, table: DataFrame, pictures: Callable[[], Pictures],
     A sample's key is its image_id with twelve digits. Its JSON has id, caption, filename and timestep.
     """
     rows = list(table[["image_id", "caption", TIMESTEP]].itertuples(index=False, name=None))
-    shards = {
-        f"shard_{n // SAMPLES_PER_TAR:05d}.tar": rows[n : n + SAMPLES_PER_TAR]
-        for n in range(0, len(rows), SAMPLES_PER_TAR)
-    }
-    folder.mkdir(parents=True, exist_ok=True)
+    firsts = range(0, len(rows), SAMPLES_PER_TAR)
+    shards = {f"shard_{n // SAMPLES_PER_TAR:05d}.tar": rows[n : n + SAMPLES_PER_TAR] for n in firsts}
     todo = _missing(folder, list(shards))
     if todo:
-        source = pictures()
+        source, problems = pictures(), {}
         source.check(image_name(row[0]) for name in todo for row in shards[name])
-        problems: dict[str, str] = {}
-        with tqdm(total=sum(len(shards[name]) for name in todo), unit=" images", desc="resize") as progress:
-            for name in todo:
-                with (
-                    contextlib.suppress(_Incomplete),
-                    whole(folder / name) as temporary,
-                    tarfile.open(temporary, "w") as tar,
-                ):
-                    problems |= (found := _fill(tar, shards[name], source, size, workers, progress.update))
-                    if found:
-                        raise _Incomplete
+        for name in tqdm(todo, unit=" tars", desc="resize"):
+            with (
+                contextlib.suppress(_Incomplete),
+                whole(folder / name) as temporary,
+                tarfile.open(temporary, "w") as tar,
+            ):
+                problems |= (found := _fill(tar, shards[name], source, size, workers))
+                if found:
+                    raise _Incomplete
         to_disk(folder)
-        _check_all(problems, sum(len(shards[name]) for name in todo), source.path.name, folder.parent)
+        _check_all(problems, source.path.name, folder.parent)
     return f"{len(rows):,} of {size} x {size} px in {len(shards):,} tars in {folder}, {len(todo):,} of them made now"
 
 
@@ -160,15 +160,12 @@ class _Incomplete(Exception):
     """A tar lacks samples, and is not kept."""
 
 
-def _fill(
-    tar: tarfile.TarFile, rows: Sequence[Any], source: Pictures, size: int, workers: int, done: Callable[[int], Any]
-) -> dict[str, str]:
+def _fill(tar: tarfile.TarFile, rows: Sequence[Any], source: Pictures, size: int, workers: int) -> dict[str, str]:
     """Write the samples of one tar, in order; return why images are unreadable, by name."""
-    make, problems = functools.partial(_made, source, size=size, kind="PNG"), {}
+    problems = {}
     with ThreadPoolExecutor(workers) as pool:
-        made = pool.map(make, [image_name(row[0]) for row in rows])
+        made = pool.map(lambda row: _made(source, image_name(row[0]), size, "PNG"), rows)
         for (image_id, caption, timestep), (content, problem) in zip(rows, made, strict=True):
-            done(1)
             if content is None:
                 problems[image_name(image_id)] = problem or ""
                 continue
@@ -192,42 +189,23 @@ def _made(source: Pictures, name: str, size: int, kind: str) -> tuple[bytes | No
 
 def _missing(folder: Path, names: Sequence[str]) -> list[str]:
     """Return the names that the folder lacks, in order; remove what a killed command has left half written."""
+    folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(".*.tmp"):
         left.unlink()
     there = {entry.name for entry in os.scandir(folder)}
     return [name for name in names if name not in there]
 
 
-def _in_threads(make: Callable[[str], str | None], names: Sequence[str], workers: int) -> dict[str, str]:
-    """Call `make` for each name; return the problems that it returned, by name. Raises OSError: what it raised."""
-    problems = {}
-    with ThreadPoolExecutor(workers) as pool, tqdm(total=len(names), unit=" images", desc="resize") as progress:
-        try:
-            futures = {pool.submit(make, name): name for name in names}
-            for future in as_completed(futures):
-                if problem := future.result():
-                    problems[futures[future]] = problem
-                progress.update()
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return problems
-
-
-def _check_all(problems: Mapping[str, str], num_images: int, source: str, out: Path) -> None:
-    """Raise Failed if images are unreadable, with some of them; all are in skipped.jsonl.
-
-    Args:
-        problems: why they are, by name.
-        num_images: how many were read.
-    """
+def _check_all(problems: dict[str, str], source: str, out: Path) -> None:
+    """Raise Failed if images are unreadable: name -> why. All are in skipped.jsonl, some in the message."""
     ledger = Ledger(source)
     for name in sorted(problems):
         ledger.skip(name, problems[name])
     ledger.write(out / SKIPPED_FILE)
     if problems:
         named = _some([f"{name} ({problems[name]})" for name in sorted(problems)])
-        text = f"images: {len(problems):,} of {num_images:,} cannot be read: {named}; reasons: {out / SKIPPED_FILE}"
-        raise Failed(f"{text}. {FETCH}. What is done stays; the same command resumes from there.")
+        text = f"images: {len(problems):,} cannot be read: {named}; reasons: {out / SKIPPED_FILE}"
+        raise Failed(f"{text}. {FETCH}. {GO_ON}.")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from PIL import Image, ImageCms
 from evaluation.image_folder import list_images, read_image
 from prepare.coco_images import resized
 from prepare.fid_statistics import _size_of
-from prepare.laion.resizer import readable_by_opencv
+from prepare.laion.images import readable_by_opencv
 from prepare.look_samples import look_at
 from stages.image_files import FORMATS, IMAGE_SUFFIXES, MAX_PIXELS, format_of, open_image
 from stages.images import SampleError, decode_image

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cli.errors import Failed, Refused
 from prepare.counts import SampleCounts
 from prepare.laion import filter, images
-from prepare.laion.config import FILTERED, METADATA, TARS, LaionConfig
-from prepare.places import Folder, open_place
+from prepare.laion.config import METADATA, TARS, LaionConfig
+from prepare.places import open_place
 from stages.dataset import FACTS_FILE
 
 STAGES = ("metadata", "filter", "images", "shards", "latents")
+MAX_REASONS = 30  # that are shown: some are what hosts or tables like to say
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,10 @@ class Account:
     def __str__(self) -> str:
         size = f", {self.bytes / 2**30:,.2f} GiB" if self.bytes is not None else ""
         text = f"{self.stage}: {self.rows:,} rows, {self.kept:,} left{size}"
-        why = ", ".join(f"{why} {num:,}" for why, num in self.left_out.items())
+        reasons = Counter(self.left_out)
+        shown = dict(reasons.most_common(MAX_REASONS))
+        shown |= {"other reasons": others} if (others := reasons.total() - sum(shown.values())) else {}
+        why = ", ".join(f"{why} {num:,}" for why, num in shown.items())
         return f"{text}; left out: {why}" if why else text
 
 
@@ -51,18 +57,23 @@ def of_metadata(config: LaionConfig) -> Account:
 
 def of_filter(config: LaionConfig) -> Account:
     """Return the account of the filter. Raises Refused: it is not finished."""
-    paths = filter.filtered_parts(config)
-    found = filter.account_of(
-        Folder(str(config.inside(FILTERED))), [path.name.removesuffix(".parquet") for path in paths]
-    )
-    return Account("filter", **found, bytes=sum(path.stat().st_size for path in paths))
+    return of_parts("filter", filter.filtered_parts(config))
 
 
 def of_images(config: LaionConfig) -> Account:
     """Return the account of the pictures that were downloaded. Raises OSError: it is not finished."""
     parts, _ = images.find_parts(config)
-    place = Folder(str(config.inside(TARS)))
-    return Account("images", **images.account_of(place, [images.name_of(number) for number in range(len(parts))]))
+    return of_parts("images", [config.inside(TARS) / f"{images.name_of(number)}.tar" for number in range(len(parts))])
+
+
+def of_parts(stage: str, paths: Sequence[Path]) -> Account:
+    """Return the account of a stage whose parts have one each beside them. Raises OSError: one is missing."""
+    left_out, sums = Counter[str](), Counter[str]()
+    for path in paths:
+        of_part = json.loads(path.with_suffix(".json").read_bytes())
+        left_out.update(of_part["left_out"])
+        sums.update(rows=of_part["rows"], kept=of_part["kept"], bytes=path.stat().st_size)
+    return Account(stage, sums["rows"], sums["kept"], dict(left_out), sums["bytes"])
 
 
 def of_stage(stage: str, address: str) -> Account:

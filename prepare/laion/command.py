@@ -24,7 +24,9 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from tqdm import tqdm
@@ -34,10 +36,11 @@ from cli.command_line import Problem, parse_command_line
 from cli.errors import ConfigError, Failed
 from config import flat, load, to_yaml
 from prepare import latents, shards
-from prepare.laion import account, filter, images, metadata
+from prepare.laion import account, filter, images
 from prepare.laion.account import STAGES, Account
-from prepare.laion.config import TARS, LaionConfig, check
+from prepare.laion.config import METADATA, TARS, LaionConfig, check
 from prepare.parts import GO_ON
+from prepare.transfer import Wanted, check_wanted, fetch_all
 from record import processes
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -95,21 +98,34 @@ def show_account(config: LaionConfig) -> int:
 
 
 def make_metadata(config: LaionConfig) -> int:
-    """Fetch the parts of the table."""
-    metadata.fetch(config)
-    return told(account.of_metadata(config))
+    """Fetch the parts of the table, each of the name that ends its address, and open them: one may be cut off, or a page.
+
+    Raises:
+        ConfigError, Refused, Failed: what is not available, and why.
+    """
+    folder, of = config.inside(METADATA), config.metadata
+    urls = [of.urls.format(part=number) for number in range(of.num_parts)] if of.urls else []
+    wanted = [Wanted(PurePosixPath(urlsplit(url).path).name, (url,)) for url in urls]
+    try:
+        check_wanted(wanted)
+    except ValueError as error:
+        raise ConfigError([f"metadata.urls: {line}" for line in str(error).splitlines()[:3]]) from error
+    if wanted and (failed := fetch_all(wanted, folder, of.at_once, word="folder")):
+        named = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:3])
+        raise Failed(f"metadata: {len(failed)} of {len(wanted)} parts are not available: {named}. {GO_ON}.")
+    return show(account.of_metadata(config))
 
 
 def make_filter(config: LaionConfig) -> int:
-    """Leave the rows that are wanted."""
-    filter.filter_all(config, functools.partial(run_here, config))
-    return told(account.of_filter(config))
+    """Leave the rows that are wanted, in processes of this machine: the metadata lie on its disk."""
+    filter.filter_all(config, functools.partial(run_on, dataclasses.replace(config, engine="local", ray="auto")))
+    return show(account.of_filter(config))
 
 
 def make_images(config: LaionConfig) -> int:
-    """Bring the pictures."""
+    """Download the pictures."""
     images.bring_all(config, functools.partial(run_on, config))
-    return told(account.of_images(config))
+    return show(account.of_images(config))
 
 
 def make_shards(config: LaionConfig) -> int:
@@ -143,7 +159,7 @@ MAKERS: dict[str, Callable[[LaionConfig], int]] = {
 }
 
 
-def told(found: Account) -> int:
+def show(found: Account) -> int:
     """Print a stage's account; 1 where nothing is left."""
     print(found, flush=True)
     return 0 if found.kept else 1
@@ -160,11 +176,6 @@ def words_of(section: Any, **given: Any) -> list[str]:
 # --- engines ---
 
 
-def given(make: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Return it: a worker has nothing to begin with."""
-    return make
-
-
 def run_on(
     config: LaionConfig, make: Callable[[int], Any], numbers: Sequence[int], rows: Sequence[int], name: str
 ) -> None:
@@ -173,18 +184,16 @@ def run_on(
         return
     total = sum(rows[number] for number in numbers)
     with (
-        config.opened(functools.partial(given, make), config.workers) as engine,
+        config.opened(functools.partial(_as_it_is, make), config.workers) as engine,
         tqdm(total=total, unit=" rows", unit_scale=True, desc=name) as progress,
     ):
         for _, num_rows in engine.run(numbers):
             progress.update(num_rows)
 
 
-def run_here(
-    config: LaionConfig, make: Callable[[int], Any], numbers: Sequence[int], rows: Sequence[int], name: str
-) -> None:
-    """The same in processes of this machine: the metadata lie on its disk."""
-    run_on(dataclasses.replace(config, engine="local", ray="auto"), make, numbers, rows, name)
+def _as_it_is(make: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Return it: a worker has nothing to begin with."""
+    return make
 
 
 def end_with_parent() -> None:
