@@ -14,7 +14,7 @@ from internet import GOOD, internet, write_table
 from test_image_files import big_png, rgba_png
 
 from cli.errors import Failed
-from prepare.laion import account, command
+from prepare.laion import command
 from prepare.laion.config import LaionConfig, MetadataConfig, check
 from prepare.laion.images import bounded
 from stages.images import decode_image
@@ -87,7 +87,7 @@ def test_the_filter_is_that_of_pandas(folder, seed):
     assert [(row["URL"], row["TEXT"], row["similarity"]) for row in left(folder)] == [
         (row.URL, row.TEXT if isinstance(row.TEXT, str) else None, row.similarity) for row in frame.itertuples()
     ]
-    found = account.of_filter(LaionConfig(folder=str(folder)))
+    found = command.of_filter(LaionConfig(folder=str(folder)))
     assert found.rows == 900 and found.kept == len(frame) and found.rows - found.kept == sum(found.left_out.values())
     groups = [parquet.ParquetFile(file).metadata for file in sorted((folder / "filtered").glob("*.parquet"))]
     lengths = [[of.row_group(n).num_rows for n in range(of.num_row_groups)] for of in groups]
@@ -181,21 +181,12 @@ def test_without_rows_the_stage_says_so(folder, capsys):
 def test_bad_keys_are_named(capsys):
     assert call("filters") == 2
     assert capsys.readouterr().err.startswith(
-        "command line: 'filters' is no stage. Possible: metadata, filter, images,"
+        "command line: 'filters' is no stage. Possible: metadata, filter, images, all, account."
     )
     assert call("filter") == 2
     assert capsys.readouterr().err == "folder: not given. Give the folder of the metadata, rows and tars.\n"
     [problem] = check(LaionConfig(folder="a", metadata=MetadataConfig(urls="http://a/part.parquet")))
     assert problem.text.startswith("metadata.urls: http://a/part.parquet is no address of parts. Write {part} or ")
-
-
-def test_a_sections_words_are_what_differs_from_its_command_s_defaults():
-    from prepare.latents import LatentsConfig
-    from zoo.model_config import ModelConfig
-
-    section = LatentsConfig(model=ModelConfig(weights="random"), image_size=[64, 32], store_text=True)
-    words = command.words_of(section, engine="ray", ray="auto")
-    assert words == ["engine=ray", "model.weights=random", "image_size=[64, 32]", "store_text=true"]
 
 
 # --- the download ---
@@ -223,7 +214,7 @@ def test_pictures_come_from_hosts_with_faults_and_each_row_has_its_reason(folder
         assert call("images", *keys, *QUICK, "workers=1") == 0
     assert tree(folder / "tars") == files
     wanted = [row["URL"] for row in left(folder)]
-    found = account.of_images(LaionConfig(folder=str(folder)))
+    found = command.of_images(LaionConfig(folder=str(folder)))
     good = tuple(f"{hosts.address}/{kind}/" for kind in GOOD)
     assert found.kept == sum(url.startswith(good) for url in wanted) > 50
     assert found.rows == len(wanted) and found.left_out.keys() == {
@@ -259,12 +250,12 @@ def test_a_header_is_read_before_opencv_decodes_and_transparency_has_the_levels_
 
 
 def test_a_row_that_no_stage_has_counted_is_an_error_and_so_is_a_stage_of_other_rows():
-    of_filter = account.Account("filter", 10, 7, {"duplicate": 3})
-    account.check_accounts([of_filter, account.Account("images", 7, 7, {})])
+    of_filter = command.Account("filter", 10, 7, {"duplicate": 3})
+    command.check_accounts([of_filter, command.Account("images", 7, 7, {})])
     with pytest.raises(Failed, match="^account: filter: 1 of 11 rows are unaccounted for.$"):
-        account.check_accounts([account.Account("filter", 11, 7, {"duplicate": 3})])
+        command.check_accounts([command.Account("filter", 11, 7, {"duplicate": 3})])
     with pytest.raises(Failed, match="^account: filter left 7 rows, images read 6. They are of different commands: "):
-        account.check_accounts([of_filter, account.Account("images", 6, 6, {})])
+        command.check_accounts([of_filter, command.Account("images", 6, 6, {})])
 
 
 def test_the_account_says_what_is_not_finished_and_needs_no_metadata_once_they_are_filtered(folder, capsys):
@@ -274,8 +265,8 @@ def test_the_account_says_what_is_not_finished_and_needs_no_metadata_once_they_a
     capsys.readouterr()
     assert call("account", f"folder={folder}") == 0
     first, second, *_, last = capsys.readouterr().out.splitlines()
-    assert first == "filter: 2 rows, 1 left, 0.00 GiB; left out: duplicate 1"
-    assert second.startswith("metadata: not finished (metadata: no *.parquet in ")
+    assert first.startswith("metadata: not finished (metadata: no *.parquet in ")
+    assert second == "filter: 2 rows, 1 left, 0.00 GiB; left out: duplicate 1"
     assert last == "all 2 rows are accounted for: 1 are left after filter"
 
 

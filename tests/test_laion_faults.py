@@ -8,7 +8,7 @@ import pytest
 from internet import internet
 from test_laion import QUICK, arrow, call, folder, left, parquet, write
 
-from prepare.laion import account, images
+from prepare.laion import command, images
 from prepare.laion.config import LaionConfig, MetadataConfig, check
 
 __all__ = ["folder"]
@@ -70,7 +70,7 @@ def test_parts_that_are_not_there_are_refused(folder, capsys):
     assert capsys.readouterr().out.startswith("filter: 1 rows, 1 left")
     (folder / "metadata/b.parquet").symlink_to(folder / "nothing")
     assert call("filter", f"folder={folder}") == 2
-    assert "b.parquet: cannot be read: " in capsys.readouterr().err
+    assert "b.parquet" in capsys.readouterr().err
 
 
 def test_metadata_that_are_removed_in_part_leave_the_filtered_rows_whole(folder, capsys):
@@ -79,7 +79,7 @@ def test_metadata_that_are_removed_in_part_leave_the_filtered_rows_whole(folder,
         write(folder, name, URL=[f"http://127.0.0.1:1/{name}"] * 2, TEXT=["a"] * 2)
     assert call("filter", f"folder={folder}") == 0
     (folder / "metadata/a.parquet").unlink()
-    assert account.of_filter(LaionConfig(folder=str(folder))).rows == 6
+    assert command.of_filter(LaionConfig(folder=str(folder))).rows == 6
     for path in (folder / "metadata").iterdir():
         path.unlink()
     (folder / "filtered/b.json").unlink()
@@ -158,24 +158,10 @@ def test_pictures_whose_hosts_opt_out_are_left(folder, capsys):
 
 
 def test_the_account_shows_a_bounded_number_of_reasons():
-    found = str(account.Account("images", 100, 0, {f"reason {number}": 2 for number in range(50)}))
-    assert found.count(" 2") >= account.MAX_REASONS and found.endswith(
-        f", other reasons {100 - 2 * account.MAX_REASONS}"
+    found = str(command.Account("images", 100, 0, {f"reason {number}": 2 for number in range(50)}))
+    assert found.count(" 2") >= command.MAX_REASONS and found.endswith(
+        f", other reasons {100 - 2 * command.MAX_REASONS}"
     )
-
-
-def test_a_stage_that_was_removed_to_make_room_is_no_error_of_the_account(folder, capsys):
-    with internet(folder) as hosts:
-        urls = [f"{hosts.address}/{kind}/{number}" for number, kind in enumerate(["picture", "missing", "picture"])]
-        write(folder, "a", URL=urls, TEXT=["a"] * 3)
-        keys = [f"folder={folder}", "images.allow_private=true", "workers=1"]
-        assert call("filter", *keys) == 0 and call("images", *keys) == 0 and call("shards", *keys) == 0
-    for path in (folder / "tars").iterdir():
-        path.unlink()
-    capsys.readouterr()
-    assert call("account", *keys) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "images: removed, or made anew; what it has left out is not known"
 
 
 def test_damaged_files_of_a_stage_are_named(folder, capsys):

@@ -9,8 +9,6 @@ from typing import Literal
 from cli.command_line import Problem
 from cli.limits import limited, prose
 from prepare.engines import EngineKeys, check_keys
-from prepare.latents import LatentsConfig
-from prepare.shards import ShardsConfig
 
 METADATA, FILTERED, TARS = "metadata", "filtered", "tars"
 
@@ -90,38 +88,20 @@ class ImagesConfig:
 
 @dataclass(frozen=True)
 class LaionConfig(EngineKeys):
-    """All stages, in their order. `engine` and `ray` are those of images, shards and latents."""
+    """All stages, in their order. `engine` and `ray` are those of images."""
 
     folder: str | None = None
     """Folder of the metadata, the filtered rows and the tars. With engine=ray all nodes have to see it."""
-    images_at: str | None = None
-    """Stage of images: a folder, or an address. null: FOLDER/images."""
-    moments_at: str | None = None
-    """Stage of moments: a folder, or an address. null: FOLDER/moments."""
     workers: int | None = limited(None, 1, 100_000)
-    """Processes of filter, images and shards. null: one for each core that is there."""
-    ranks: int | None = limited(None, 1, 1024)
-    """Processes of latents on this machine. null: one for each GPU, or for each core where there is none."""
+    """Processes of filter and images. null: one for each core that is there."""
     metadata: MetadataConfig = field(default_factory=MetadataConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
-    shards: ShardsConfig = field(default_factory=ShardsConfig)
-    latents: LatentsConfig = field(default_factory=LatentsConfig)
 
     def inside(self, name: str) -> Path:
         """Return a folder of this way."""
         assert self.folder is not None
         return Path(self.folder, name)
-
-    @property
-    def place_of_images(self) -> str:
-        """Where the stage of images lies."""
-        return self.images_at or str(self.inside("images"))
-
-    @property
-    def place_of_moments(self) -> str:
-        """Where the stage of moments lies."""
-        return self.moments_at or str(self.inside("moments"))
 
 
 def check(config: LaionConfig) -> list[Problem]:

@@ -101,79 +101,47 @@ def find_columns(schema: Any, config: FilterConfig, where: str) -> dict[str, str
 
 # --- conditions ---
 
-Condition = tuple[str, Callable[[Any], Any]]
-"""Why a row is left out, and a function of a batch: an Arrow array of truth values, null counting as false."""
 
-
-def conditions(config: FilterConfig, columns: dict[str, str]) -> list[Condition]:
-    """Return what a row has to meet, in the order in which it is asked."""
-    compute = needed("pyarrow.compute")
-    of, found = columns, []
-
-    def add(why: str, meets: Callable[[Any], Any]) -> None:
-        found.append((why, meets))
-
-    add("no URL", lambda batch: compute.greater(compute.utf8_length(_text(batch, of["url"])), 0))
-    for role, names in (("license", config.licenses), ("nsfw", config.nsfw), ("language", config.languages)):
-        if names is not None:
-            add(f"{role} is not wanted", _is_among(of[role], names))
-    if "width" in of:
-
-        def sides(batch: Any) -> tuple[Any, Any]:
-            both = [_number(batch, of["width"]), _number(batch, of["height"])]
-            few = compute.min_element_wise(*both, skip_nulls=False)
-            return few, compute.max_element_wise(*both, skip_nulls=False)
-
-        least, most = config.min_side_px or 0, config.max_aspect or np.inf
-        add("no width or height", lambda batch: compute.greater(sides(batch)[0], 0))
-        add(f"side below {least} px", lambda batch: compute.greater_equal(sides(batch)[0], least))
-        add(
-            f"aspect above {most:g}",
-            lambda batch: compute.less_equal(sides(batch)[1], compute.multiply(sides(batch)[0], most)),
-        )
-    least_of, most_of = (
-        {"similarity": config.min_similarity},
-        {"unsafe": config.max_unsafe, "watermark": config.max_watermark},
-    )
-    for role, limit in (least_of | most_of).items():
-        if limit is not None:
-            name, word = of[role], "below" if role in least_of else "above"
-            compare = compute.greater_equal if role in least_of else compute.less_equal
-            add(f"no {name}", lambda batch, name=name: compute.is_finite(_number(batch, name)))
-            meets = functools.partial(lambda batch, name, by, limit: by(_number(batch, name), limit))
-            add(f"{name} {word} {limit:g}", functools.partial(meets, name=name, by=compare, limit=limit))
-    return found
-
-
-def _text(batch: Any, name: str) -> Any:
-    """Return a column as plain texts: a dictionary's values, and a part's nulls without a type."""
-    return needed("pyarrow.compute").cast(batch.column(name), needed("pyarrow").large_string())
-
-
-def _number(batch: Any, name: str) -> Any:
-    """Return a column as float64: not each type of numbers can be compared."""
-    return needed("pyarrow.compute").cast(batch.column(name), needed("pyarrow").float64(), safe=False)
-
-
-def _is_among(name: str, text: str) -> Callable[[Any], Any]:
-    """Return whether a value is among names: `a,b`; `not a,b`: among all others, missing ones included."""
+def conditions(batch: Any, config: FilterConfig, of: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield, in order, why a row of a batch is left out, and which rows are not: an Arrow array, null counting as false."""
     arrow, compute = needed("pyarrow"), needed("pyarrow.compute")
-    is_without = text.strip().startswith("not ")
-    names = [part.strip() for part in text.strip().removeprefix("not ").split(",")]
-    given = arrow.array(names, arrow.large_string())
 
-    def among(batch: Any) -> Any:
-        found = compute.is_in(_text(batch, name), value_set=given)
-        return compute.invert(found) if is_without else found
+    def text(role: str) -> Any:  # a dictionary's values, and a part's nulls without a type
+        return compute.cast(batch.column(of[role]), arrow.large_string())
 
-    return among
+    def number(role: str) -> Any:  # not each type of numbers can be compared
+        return compute.cast(batch.column(of[role]), arrow.float64(), safe=False)
+
+    yield "no URL", compute.greater(compute.utf8_length(text("url")), 0)
+    for role, names in (("license", config.licenses), ("nsfw", config.nsfw), ("language", config.languages)):
+        if names is not None:  # `a,b`; `not a,b`: all others, missing ones included
+            listed = [part.strip() for part in names.strip().removeprefix("not ").split(",")]
+            found = compute.is_in(text(role), value_set=arrow.array(listed, arrow.large_string()))
+            yield f"{role} is not wanted", compute.invert(found) if names.strip().startswith("not ") else found
+    if "width" in of:
+        both = number("width"), number("height")
+        few, many = compute.min_element_wise(*both, skip_nulls=False), compute.max_element_wise(*both, skip_nulls=False)
+        yield "no width or height", compute.greater(few, 0)
+        if config.min_side_px is not None:
+            yield f"side below {config.min_side_px} px", compute.greater_equal(few, config.min_side_px)
+        if config.max_aspect is not None:
+            is_narrow = compute.less_equal(many, compute.multiply(few, config.max_aspect))
+            yield f"aspect above {config.max_aspect:g}", is_narrow
+    if (least := config.min_similarity) is not None:
+        name, values = of["similarity"], number("similarity")
+        yield f"no {name}", compute.is_finite(values)
+        yield f"{name} below {least:g}", compute.greater_equal(values, least)
+    for role, most in (("unsafe", config.max_unsafe), ("watermark", config.max_watermark)):
+        if most is not None:
+            yield f"no {of[role]}", compute.is_finite(number(role))
+            yield f"{of[role]} above {most:g}", compute.less_equal(number(role), most)
 
 
-def wanted_rows(batch: Any, asked: Sequence[Condition], left_out: Counter[str]) -> Any:
+def wanted_rows(batch: Any, config: FilterConfig, columns: dict[str, str], left_out: Counter[str]) -> Any:
     """Return the rows of a batch that meet all conditions, as a numpy array of truth values; count the others."""
     compute, wanted = needed("pyarrow.compute"), np.ones(batch.num_rows, bool)
-    for why, meets in asked:
-        met = compute.fill_null(meets(batch), False).to_numpy(zero_copy_only=False)
+    for why, meets in conditions(batch, config, columns):
+        met = compute.fill_null(meets, False).to_numpy(zero_copy_only=False)
         left_out[why] += int((wanted & ~met).sum())
         wanted &= met
     return wanted
@@ -205,10 +173,8 @@ def find_rows(folder: Path, config: FilterConfig) -> list[Rows]:
         try:
             with open_table(path) as table:
                 found.append(Rows(path, table.metadata.num_rows, find_columns(table.schema_arrow, config, str(path))))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             problems += str(error).splitlines()
-        except OSError as error:
-            problems.append(f"{path}: cannot be read: {_first_line(error)}. Remove it, or look at its disk.")
     if problems:
         raise ConfigError(problems)
     return found
@@ -223,6 +189,12 @@ def open_table(path: Path, todo: str = AGAIN) -> Any:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise ValueError(f"{path}: cannot be read as Parquet: {_first_line(error)}. {todo}") from error
+
+
+def num_rows(path: Path) -> int:
+    """Return how many rows a Parquet file has. Raises as `open_table`."""
+    with open_table(path) as table:
+        return int(table.metadata.num_rows)
 
 
 def without_views(schema: Any) -> Any:
@@ -290,13 +262,14 @@ def _hashes(part: Rows, config: FilterConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the wanted rows of a part that have a value in the column of `unique`, and 64 bits of each value's hash."""
     from pandas.util import hash_array
 
-    arrow, asked = needed("pyarrow"), conditions(config, part.columns)
+    arrow = needed("pyarrow")
     rows, hashes, first = [np.empty(0, np.int64)], [np.empty(0, np.uint64)], 0
     for batch in batches(part, sorted(set(part.columns.values()))):
         column = batch.column(part.columns["unique"])
         if not arrow.types.is_binary(column.type) and not arrow.types.is_large_binary(column.type):
             column = column.cast(arrow.large_string())
-        [found] = np.nonzero(wanted_rows(batch, asked, Counter()) & column.is_valid().to_numpy(zero_copy_only=False))
+        is_valid = column.is_valid().to_numpy(zero_copy_only=False)
+        [found] = np.nonzero(wanted_rows(batch, config, part.columns, Counter()) & is_valid)
         values = column.take(arrow.array(found)).cast(arrow.large_binary())  # not each writer checks that it is UTF-8
         hashes.append(hash_array(np.array(values.to_pylist(), dtype=object), categorize=False))
         rows.append(found + first)
@@ -310,7 +283,7 @@ def write_rows(place: Folder, parts: Sequence[Rows], config: FilterConfig, numbe
     later = place.path / LATER / f"{part.stem}.npy"
     is_later = np.load(later) if config.unique is not None else np.empty(0, np.int64)
     left_out: Counter[str] = Counter()
-    asked, kept, first = conditions(config, part.columns), 0, 0
+    kept = first = 0
     with place.scratch_folder() as folder:
         file = folder / f"{part.stem}.parquet"
         with open_table(part.path) as table:
@@ -318,7 +291,7 @@ def write_rows(place: Folder, parts: Sequence[Rows], config: FilterConfig, numbe
         held = schema.empty_table()
         with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
             for batch in batches(part):
-                wanted = wanted_rows(batch, asked, left_out)
+                wanted = wanted_rows(batch, config, part.columns, left_out)
                 of_batch = is_later[slice(*np.searchsorted(is_later, [first, first + batch.num_rows]))]
                 wanted[of_batch - first] = False
                 left_out["duplicate"] += len(of_batch)
