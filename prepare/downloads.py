@@ -14,32 +14,44 @@ Face Hub's cache, from where runs take them by name. Of the hub, its own library
 A file gets its name when it is whole and its digest is right (prepare/transfer.py). Where no digest is published, its size
 alone is compared. A file that is there with the right size is left as it is.
 What is gated says so: accept its terms on the page that is named, and set HF_TOKEN.
+MLCommons publishes a set of files as two small ones: NAME.uri has the address of a folder; NAME.md5 next to it has a line
+for each file in that folder, its MD5 and its name. Source: mlcommons/r2-downloader, mlc-r2-downloader.sh.
+
 Exit code: 0 if all is there, 1 if something is not available or is damaged, 2 if it could not start.
 """
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
+import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import quote
+
+from omegaconf import OmegaConf
 
 from cli.command import command, start
 from cli.errors import ConfigError, Failed, Refused
-from cli.files import write_whole
 from cli.limits import limited, shown
 from cli.log import log
 from preflight.limits import unwritable
-from prepare.manifest import MANIFEST, Group, choose, list_urls, read_list, read_manifest
-from prepare.transfer import GO_ON, Wanted, fetch_all
+from prepare.transfer import GO_ON, MISSING, Wanted, check_wanted, fetch_all, is_address
 from prepare.words import read_words
 from weights import hub
-from weights.hub_names import cache
+from weights.hub_names import Name, cache
 from zoo import load_family
 from zoo.encoders import need_of_denoiser, need_of_encoders
 
+MANIFEST = Path(__file__).with_name("downloads.yaml")
+LISTS_COPY = "https://raw.githubusercontent.com/mlcommons/r2-infra/main/training/metadata"
+LINE = re.compile(r"([0-9a-f]{32})\s+\*?(?:\./)?(\S.*)")
+KINDS = "files", "uri", "model", "data_set", "groups"
 LIST = "list"
+LISTS = ".list"  # folder of a list of MLCommons' in its group's
 MOST_SHOWN = 40
 MAX_LIST_BYTES = 2**26
 
@@ -62,42 +74,157 @@ class DownloadsConfig:
     """Tries of an address that bring nothing, one after the other."""
 
 
+# --- the manifest ---
+
+
+@dataclass
+class Entry:
+    """A file of the manifest, or `count` of them whose names and addresses have {number:05d} in them."""
+
+    name: str
+    urls: list[str]
+    bytes: int | None = None
+    digest: str | None = None
+    count: int | None = None
+
+
+@dataclass
+class Group:
+    """A group of the manifest: files, a list of MLCommons', a model or a data set of the hub, or other groups.
+
+    about: what it is; source: where its facts are from; about_gb: its size as it is published, 10**9 bytes.
+    folder: of its files, in the folder that the user gives.
+    uri: address of a list.
+    model, family, variant: a name on the hub, and whose weights are taken of it.
+    data_set, revision: a name on the hub.
+    gated: the page where its terms are accepted; token: the variable with a token, where a file is at the hub.
+    """
+
+    about: str
+    source: str | None = None
+    folder: str | None = None
+    about_gb: float | None = None
+    files: list[Entry] = field(default_factory=list)
+    uri: str | None = None
+    model: str | None = None
+    family: str | None = None
+    variant: str | None = None
+    data_set: str | None = None
+    revision: str | None = None
+    gated: str | None = None
+    token: str | None = None
+    groups: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """One of KINDS."""
+        return next((name for name in KINDS if getattr(self, name)), "nothing")
+
+    def wanted(self) -> list[Wanted]:
+        """Return the files of a group of files."""
+        found = []
+        for entry in self.files:
+            for number in range(entry.count or 1):
+                name, *urls = (
+                    text.format(number=number) if entry.count else text for text in (entry.name, *entry.urls)
+                )
+                found.append(Wanted(name, tuple(urls), entry.bytes, entry.digest, self.token))
+        return found
+
+
+def read_manifest(path: Path = MANIFEST) -> dict[str, Group]:
+    """Return the groups of a manifest by name. Raises ConfigError: what is wrong with it."""
+    where, groups = str(path), {}
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        for name, given in content.items():
+            where = f"{path}: {name}"
+            group: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Group), given))
+            parts = PurePosixPath(group.folder or "").parts
+            if group.kind == "nothing" or "/" in parts or ".." in parts:
+                raise ValueError(f"has {group.kind}. Give one of {', '.join(KINDS)}, and a relative folder")
+            if unknown := [one for one in group.groups if one not in content]:
+                raise ValueError(f"names no group: {', '.join(unknown)}")
+            check_wanted(group.wanted())
+            groups[str(name)] = group
+    except Exception as error:  # of the disk, of yaml, of OmegaConf
+        text = shown((getattr(error, "strerror", None) or str(error)).splitlines()[0], 200).removesuffix(".")
+        raise ConfigError([f"manifest: {where}: {text}. Give a YAML file as {MANIFEST.name}."]) from error
+    return groups
+
+
+def choose(names: Sequence[str], manifest: dict[str, Group]) -> list[str]:
+    """Return the groups of these names, with those that a group of groups stands for, each once.
+
+    Raises:
+        ConfigError: there is no such group.
+    """
+    chosen: list[str] = []
+    for name in names:
+        if name not in manifest:
+            near = difflib.get_close_matches(name, manifest, n=1)
+            nearest = f" Nearest: {near[0]}." if near else ""
+            raise ConfigError([f"GROUP: there is no {shown(name)}.{nearest} Possible: {', '.join(manifest)}."])
+        chosen += manifest[name].groups or [name]
+    return list(dict.fromkeys(chosen))
+
+
+def list_urls(group: Group, suffix: str) -> tuple[str, ...]:
+    """Return the addresses of a list: `.uri`, or the `.md5` next to it."""
+    assert group.uri is not None
+    folder, _, name = group.uri.rpartition("/")
+    name = f"{name.removesuffix('.uri')}{suffix}"
+    return f"{folder}/{name}", f"{LISTS_COPY}/{name}"
+
+
+def read_list(address: str, text: str, where: str) -> list[Wanted]:
+    """Return the files of a list of MLCommons'.
+
+    Args:
+        address: content of its .uri.
+        text: content of its .md5, a digest and a name a line.
+        where: its address, for messages.
+
+    Raises:
+        ValueError: it is no such list, has two digests of a file, or a name that leads out of the folder.
+    """
+    base = address.strip().rstrip("/")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    pairs = [match.groups() for line in dict.fromkeys(lines) if (match := LINE.fullmatch(line))]
+    if not is_address(base) or not lines or len(pairs) < len(set(lines)):
+        raise ValueError(f"{where} is no list of MLCommons', but begins {shown(f'{base} {text}', 60)!r}")
+    found = [Wanted(name, (f"{base}/{quote(name)}",), None, f"md5:{md5}") for md5, name in pairs]
+    try:
+        check_wanted(found)
+    except ValueError as error:
+        raise ValueError(f"{where}: {str(error).splitlines()[0].removesuffix('.')}") from error
+    return sorted(found, key=lambda one: one.name)
+
+
 # --- a group's files ---
 
 
-def files_of(group: Group, folder: Path, config: DownloadsConfig, *, ask: bool) -> list[Wanted]:
-    """Return a group's files that `only` leaves.
-
-    Args:
-        ask: fetch a group's list, and keep it in its folder. False: use the one that was kept; without it there are no files.
-
-    Raises:
-        Failed: the list is not available, or is none.
-    """
-    files = group.wanted()
-    if group.uri:
-        kept = folder / Path(group.uri).with_suffix(".md5").name
-        if not ask and not kept.is_file():
-            return []
-        base, text = _fetch_list(group, config) if ask else ("http://-", kept.read_text(errors="replace"))
-        try:
-            files = read_list(base, text, list_urls(group, ".md5")[0])
-        except ValueError as error:
-            raise Failed(f"{error}. Look at that address") from error
-        if ask:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(kept, text)
-    return [one for one in files if fnmatch.fnmatch(one.name, config.only or "*")]
-
-
-def _fetch_list(group: Group, config: DownloadsConfig) -> list[str]:
-    """Return the texts of a list's .uri and .md5. Raises Failed."""
-    names = ".uri", ".md5"
-    with tempfile.TemporaryDirectory() as scratch:
-        wanted = [Wanted(name, list_urls(group, name)) for name in names]
+def fetch_list(group: Group, folder: Path, config: DownloadsConfig) -> None:
+    """Fetch the two texts of a group's list into its folder. Raises Failed: they are not available."""
+    (folder / LISTS).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # it may have changed since the last one
+        wanted = [Wanted(suffix, list_urls(group, suffix)) for suffix in (".uri", ".md5")]
         if failed := fetch_all(wanted, Path(scratch), tries=config.tries, most_bytes=MAX_LIST_BYTES):
             raise Failed(f"its list is not available: {'; '.join(failed.values())}")
-        return [Path(scratch, name).read_text(errors="replace") for name in names]
+        for one in wanted:
+            Path(scratch, one.name).replace(folder / LISTS / one.name)
+
+
+def files_of(group: Group, folder: Path, config: DownloadsConfig) -> list[Wanted]:
+    """Return a group's files that `only` leaves; none, if its list was not fetched yet. Raises Failed: it is no list."""
+    files = group.wanted()
+    if group.uri and (folder / LISTS).is_dir():
+        texts = [(folder / LISTS / suffix).read_text(errors="replace") for suffix in (".uri", ".md5")]
+        try:
+            files = read_list(*texts, list_urls(group, ".md5")[0])
+        except ValueError as error:
+            raise Failed(f"{error}. Look at that address") from error
+    return [one for one in files if fnmatch.fnmatch(one.name, config.only or "*")]
 
 
 def needs_of(group: Group) -> dict[str, tuple[str, hub.Need]]:
@@ -125,7 +252,9 @@ def fetch_group(name: str, group: Group, config: DownloadsConfig) -> str:
     folder = Path(config.to, str(group.folder))
     if group.data_set:
         return f"{hub.fetch_data_set(group.data_set, group.revision, folder, config.at_once)} files are in {folder}"
-    wanted = files_of(group, folder, config, ask=True)
+    if group.uri:
+        fetch_list(group, folder, config)
+    wanted = files_of(group, folder, config)
     if not wanted:
         raise Failed(f"has no file like {config.only}. Give another pattern")
     if bare := [one.name for one in wanted if not one.digest]:
@@ -172,7 +301,7 @@ def show(names: Sequence[str], manifest: dict[str, Group], config: DownloadsConf
     """
     is_wrong, width = False, max(map(len, names))
     for name in names:
-        group, lines = manifest[name], []
+        group, faults = manifest[name], {}
         folder = Path(config.to, str(group.folder))
         if group.groups:
             state = f"stands for {', '.join(group.groups)}"
@@ -182,30 +311,24 @@ def show(names: Sequence[str], manifest: dict[str, Group], config: DownloadsConf
                 f"{' and '.join(missing)}: not all is in the hub's cache" if missing else "all is in the hub's cache"
             )
         elif group.model or group.data_set:
-            path = folder if group.data_set else cache() / f"models--{str(group.model).replace('/', '--')}"
+            path = folder if group.data_set else Name(str(group.model)).cached
             state = f"{path}: {'begun or there' if path.is_dir() else 'not here'}"
         else:
-            state, lines, wrong = _look(group, folder, config)
-            is_wrong |= wrong
+            try:
+                wanted = files_of(group, folder, config)
+                faults = {one.name: one.fault_of(folder / one.name, read=config.verify) for one in wanted}
+            except OSError as error:
+                raise Refused(f"to: {folder} cannot be read: {error}. Check its permissions.") from error
+            num_there, num_missing = (sum(fault == what for fault in faults.values()) for what in (None, MISSING))
+            num_wrong = len(faults) - num_there - num_missing
+            is_wrong |= num_wrong > 0
+            state = f"{folder}: {num_there} of {len(faults) or 'an unknown number of'} files, {num_wrong} wrong"
         about = f", about {group.about_gb:,g} GB" if group.about_gb else ""
-        lines = [*(lines if in_full else []), *_gate(group), *([f"source: {group.source}"] if group.source else [])]
         print(f"{name:{width}}  {state}{about}; {group.about}")
+        lines = [f"{file}: {fault or 'there'}" for file, fault in faults.items()]
+        lines += [*_gate(group), *([f"source: {group.source}"] if group.source else [])]
         print("".join(f"{'':{width}}    {line}\n" for line in lines if in_full), end="")
     return 1 if is_wrong else 0
-
-
-def _look(group: Group, folder: Path, config: DownloadsConfig) -> tuple[str, list[str], bool]:
-    """Return a line on a group's files, lines on each, and whether one is wrong. Raises Refused: one cannot be read."""
-    wanted = files_of(group, folder, config, ask=False)
-    try:
-        faults = {one.name: one.fault_of(folder / one.name, read=config.verify) for one in wanted}
-    except OSError as error:
-        raise Refused(f"to: {folder} cannot be read: {error}. Check its permissions.") from error
-    num_wrong = sum(fault not in (None, "missing") for fault in faults.values())
-    num_there = sum(fault is None for fault in faults.values())
-    lines = _some([f"{name}: {fault or 'there'}" for name, fault in faults.items()], 1000)
-    state = f"{folder}: {num_there} of {len(wanted) or 'an unknown number of'} files, {num_wrong} wrong"
-    return state, lines, num_wrong > 0
 
 
 @command(__doc__)

@@ -40,6 +40,7 @@ from stages.fetch import file_digest
 CONNECT_SEC, SILENCE_SEC, LONGEST_WAIT_SEC = 15.0, 60.0, 60.0
 MOST_BYTES = 2**34  # of a file whose size is unknown
 MAX_REDIRECTS = 30
+MISSING = "missing"
 BUSY = {408, 425, 429, 500, 502, 503, 504, 520, 522, 524}  # may be over in a minute; the last three are Cloudflare's
 PAGE = re.compile(rb"\s*(<!--.*?-->\s*)*<(!doctype html|html)\b", re.I | re.S)
 GO_ON = "What has come stays; the same command resumes from there"
@@ -70,10 +71,9 @@ class Wanted:
     def problem(self) -> str | None:
         """Say what is wrong with an entry, which may come from a list on the web; or None."""
         name, parts = self.name, self.name.split("/")
-        if not name.isprintable() or "\\" in name or any(part in ("", ".", "..") for part in parts):
-            return f"{shown(name)}: is no path inside a folder. Possible: NAME, or FOLDER/NAME."
-        if parts[0] == WORK or len(quote(name, safe="")) > MAX_NAME_BYTES:
-            return f"{shown(name)}: is a name that cannot be taken. Possible: another of up to {MAX_NAME_BYTES} bytes."
+        is_odd = not name.isprintable() or "\\" in name or any(part in ("", ".", "..", WORK) for part in parts)
+        if is_odd or len(quote(name, safe="")) > MAX_NAME_BYTES:
+            return f"{shown(name)}: is no path inside a folder. Possible: NAME, or FOLDER/NAME, up to {MAX_NAME_BYTES} bytes."
         if not self.urls or not all(map(is_address, self.urls)):
             return f"{name}: its addresses are {list(self.urls)}. Possible: http:// and https://."
         kind, _, digits = (self.digest or "").partition(":")
@@ -88,7 +88,7 @@ class Wanted:
             read: compare its digest, not only its size.
         """
         if not path.is_file():
-            return "missing"
+            return MISSING
         if self.bytes is not None and (size := path.stat().st_size) != self.bytes:
             return f"has {size:,} bytes, {self.bytes:,} are wanted"
         kind, _, wanted = (self.digest or "").partition(":")
@@ -119,10 +119,6 @@ def check_wanted(wanted: Sequence[Wanted]) -> None:
 
 class Fault(Exception):
     """An address does not give the file."""
-
-
-class Again(Fault):
-    """It may give the file, or the rest of it, in a while."""
 
 
 class Wrong(Fault):
@@ -233,21 +229,21 @@ class _Download:
         while True:
             begin = self.size
             try:
-                with _faults(self.client.timeout.read):
-                    self._append(url)
+                self._append(url)
                 return self._finish()
             except Wrong:
                 self._drop()
                 if not begin or is_anew:
                     raise
                 most, is_anew = 0, True  # what was there before may have been another version: once more
-            except Again as fault:
+            except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:  # an OSError is the disk's
                 idle = 0 if self.size > most else idle + 1
                 most = max(most, self.size)
                 if idle >= self.tries:
-                    raise
+                    text = f"{type(error).__name__}: {shown(str(error), 100)}"
+                    raise Fault(f"failed after {idle} tries ({text})") from error
                 if self.stop.wait(min(self.wait_sec * 2**idle, LONGEST_WAIT_SEC)):
-                    raise _Stopped from fault
+                    raise _Stopped from error
 
     def _drop(self) -> None:
         self.progress.update(-self.size)
@@ -258,8 +254,8 @@ class _Download:
         """Ask once, and append what comes. Raises Fault: there is more to come, or it is not the file."""
         wanted, address, validator, was = self.wanted, without_query(url), "", ""
         if wanted.digest is None and self.size:  # only the server knows whether the rest is of the same version
-            known = self.version.read_text() if self.version.is_file() else "\n\n"
-            of_part, validator, was = known.split("\n")
+            known = self.version.read_text() if self.version.is_file() else ""
+            of_part, validator, was, *_ = [*known.split("\n"), "", ""]
             if of_part != address or not validator:
                 self._drop()
         if (begin := self.size) and begin == wanted.bytes:
@@ -303,7 +299,7 @@ class _Download:
                 file.write(block)
                 self.progress.update(len(block))
         if size < (total or 0):
-            raise Again(f"ends after {size:,} of {total:,} bytes")
+            raise httpx2.RemoteProtocolError(f"it ends after {size:,} of {total:,} bytes")
 
     def _finish(self) -> None:
         """Compare what has come, and give it its name. Raises Fault, OSError."""
@@ -327,27 +323,16 @@ def _answer(client: httpx2.Client, url: str, headers: dict[str, str]) -> Iterato
         try:
             if response.next_request is None:
                 if (status := response.status_code) not in (200, 206):
-                    kind = Again if status in BUSY else Wrong if status == 416 else Fault  # 416: no such range
-                    raise kind(f"HTTP {status} ({shown(response.reason_phrase, 40)})")
+                    text = f"HTTP {status} ({shown(response.reason_phrase, 40)})"
+                    if status in BUSY:
+                        raise httpx2.RemoteProtocolError(text)
+                    raise Wrong(text) if status == 416 else Fault(text)  # 416: no such range
                 yield response
                 return
             request = response.next_request
         finally:
             response.close()
     raise Fault("redirects without an end")
-
-
-@contextlib.contextmanager
-def _faults(timeout_sec: float | None) -> Iterator[None]:
-    """Turn what httpx2 raises into Fault; an OSError that is left is the disk's."""
-    try:
-        yield
-    except httpx2.TimeoutException as error:
-        raise Again(f"was silent for {timeout_sec:g} s") from error
-    except (httpx2.InvalidURL, httpx2.UnsupportedProtocol, ValueError) as error:
-        raise Fault(f"answers what cannot be read ({type(error).__name__}: {shown(str(error), 100)})") from error
-    except httpx2.HTTPError as error:
-        raise Again(f"the connection failed ({type(error).__name__}: {shown(str(error), 100)})") from error
 
 
 def without_query(url: str) -> str:

@@ -22,7 +22,7 @@ from hub_server import TOKEN
 from cli.errors import ConfigError
 from evaluation.inception import PUBLISHED_FILE, PUBLISHED_SHA1
 from prepare import coco, downloads
-from prepare.manifest import MANIFEST, Group, choose, list_urls, read_list, read_manifest
+from prepare.downloads import MANIFEST, Group, choose, list_urls, read_list, read_manifest
 from prepare.transfer import DIGITS
 from weights.hub_names import WELL_KNOWN
 from zoo import load_family
@@ -202,7 +202,7 @@ def published(web: Web, tmp_path: Path, monkeypatch) -> Callable[..., int]:  # n
     }
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(manifest, sort_keys=False))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr("prepare.manifest.LISTS_COPY", web.url("nowhere"))
+    monkeypatch.setattr("prepare.downloads.LISTS_COPY", web.url("nowhere"))
 
     def run(*words: str) -> int:
         return downloads.main([*words, f"to={tmp_path}/to", f"manifest={tmp_path}/own.yaml", "tries=1"])

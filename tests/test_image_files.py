@@ -14,7 +14,7 @@ from conftest import picture
 from PIL import Image, ImageCms
 
 from evaluation.image_folder import list_images, read_image
-from prepare.coco_images import resized
+from prepare.coco import resized
 from prepare.fid_statistics import _size_of
 from prepare.laion.images import readable_by_opencv
 from prepare.look_samples import look_at

@@ -261,7 +261,7 @@ def test_a_body_that_a_server_compresses_is_compared_as_it_comes(web, tmp_path):
 )
 def test_an_answer_without_the_file_is_reported_and_tried_again_where_that_helps(web, tmp_path, status, tries, said):  # noqa: F811
     web.put("a.bin", CONTENT, statuses=[status] * 9)
-    assert only(tmp_path, one(web.url("a.bin")), tries=3) == f"{web.url('a.bin')}: {said}"
+    assert said in only(tmp_path, one(web.url("a.bin")), tries=3)
     assert len(web.asked) == tries
     web.put("a.bin", CONTENT, statuses=[status] * (tries - 1))
     assert only(tmp_path, one(web.url("a.bin")), tries=3) is None
@@ -271,13 +271,13 @@ def test_dead_and_silent_servers_are_given_up(tmp_path):
     with serving() as gone:
         url = gone.url("a.bin")
     said = only(tmp_path, one(url), tries=2)
-    assert said is not None and said.startswith(f"{url}: the connection failed (")
+    assert said is not None and said.startswith(f"{url}: failed after ")
     with serving() as web:  # noqa: F811
         web.put("a.bin", CONTENT, statuses=[0, 0, 0])  # closes without a word
-        assert "the connection failed (" in str(only(tmp_path, one(web.url("a.bin")), tries=3))
+        assert "failed after " in str(only(tmp_path, one(web.url("a.bin")), tries=3))
         web.put("a.bin", CONTENT, pause_sec=3.0)
         said = only(tmp_path, one(web.url("a.bin")), tries=1, timeout_sec=0.5)
-        assert said == f"{web.url('a.bin')}: was silent for 0.5 s"
+        assert said.startswith(f"{web.url('a.bin')}: failed after 1 tries (ReadTimeout: ")
 
 
 def test_redirects_are_followed_to_an_end(web, tmp_path):  # noqa: F811
@@ -331,7 +331,7 @@ def test_a_full_disk_ends_all_files_and_keeps_what_has_come(web, tmp_path, monke
     write = transfer._Download._write
 
     def full(self, answer, total):
-        with contextlib.suppress(transfer.Again, httpx2.HTTPError):
+        with contextlib.suppress(httpx2.HTTPError):
             write(self, answer, total)
         raise OSError(28, "No space left on device")
 
@@ -364,7 +364,7 @@ def test_a_file_of_another_size_is_fetched_again_and_its_digest_is_compared_on_r
 
 @pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "a//b", "", ".", "a\\b", "a\nb", ".work/a", "x" * 181])
 def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="is no path inside a folder|is a name that cannot be taken"):
+    with pytest.raises(ValueError, match="is no path inside a folder"):
         get(tmp_path / "to", Wanted(name, ("http://127.0.0.1:9/a",)))
     assert list(tmp_path.iterdir()) == []
 

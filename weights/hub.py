@@ -31,21 +31,12 @@ LOG_IN = "log in: hf auth login, or set HF_TOKEN"
 
 
 @dataclass(frozen=True)
-class File:
-    """One file of a repository; sha256: None where it is not known."""
-
-    path: str
-    bytes: int
-    sha256: str | None = None
-
-
-@dataclass(frozen=True)
 class Need:
     """What one key takes of a repository: the folders of some networks, or one file.
 
     networks: folder and stems of its weights, as in ldm_names.Network; whole: folders of which all files are taken; more:
     files that are taken if they exist.
-    one_of: names of a single file, the first that exists is taken, or else one whose SHA-256 begins with `sha256`.
+    one_of: names of a single file, of which the first that exists is taken.
     instead: what to give to do without.
     """
 
@@ -53,10 +44,9 @@ class Need:
     whole: tuple[str, ...] = ()
     more: tuple[str, ...] = ()
     one_of: tuple[str, ...] = ()
-    sha256: str | None = None
     instead: str = ""
 
-    def chosen(self, name: Name, listed: Mapping[str, File]) -> list[str]:
+    def chosen(self, name: Name, listed: Mapping[str, int]) -> list[str]:
         """Return the files to take of those of a repository, weights first. Raises Refused: some are missing."""
         if name.file or not self.networks:
             file = self._one_file(name, listed)
@@ -78,17 +68,15 @@ class Need:
             raise Refused(f"{name} has no {', '.join(absent)}. It has: {some(listed)}. {ways}.")
         return [*files, *(path for path in self.more if path in listed)]
 
-    def _is_alone_in(self, listed: Mapping[str, File], stems: tuple[str, str], folder: str) -> bool:
+    def _is_alone_in(self, listed: Mapping[str, int], stems: tuple[str, str], folder: str) -> bool:
         """True where the only network that is wanted has the whole repository for its folder."""
         of_root = [path for path in listed if "/" not in path]
         has_own = any(path.startswith(f"{folder}/") for path in listed)
         is_network = "config.json" in of_root and bool(weight_files(of_root, stems))
         return len(self.networks) == 1 and not has_own and is_network
 
-    def _one_file(self, name: Name, listed: Mapping[str, File]) -> str:
+    def _one_file(self, name: Name, listed: Mapping[str, int]) -> str:
         named = [path for path in ((name.file,) if name.file else self.one_of) if path in listed]
-        if not named and not name.file and self.sha256:
-            named = [path for path, file in listed.items() if (file.sha256 or "").startswith(self.sha256)]
         if named:
             return named[0]
         wanted = name.file or " or ".join(self.one_of)
@@ -97,31 +85,32 @@ class Need:
 
 @dataclass(frozen=True)
 class Found:
-    """What a name leads to: the commit, the file where the key takes a single one, and all files that are needed.
+    """What a name leads to.
 
+    name: with the commit, and the file where the key takes a single one.
+    files: path -> bytes of all that are needed.
     notes: remarks for the user.
     """
 
     name: Name
-    files: tuple[File, ...]
+    files: dict[str, int]
     notes: tuple[str, ...] = ()
 
     @property
-    def missing(self) -> list[File]:
+    def missing(self) -> dict[str, int]:
         """The files that the cache does not have."""
-        return [file for file in self.files if not (self.name.snapshot / file.path).is_file()]
+        return {path: size for path, size in self.files.items() if not (self.name.snapshot / path).is_file()}
 
     def lines(self) -> list[str]:
         """Say what was found and what has to be downloaded."""
         if not (missing := self.missing):
             return [*self.notes, f"{self.name}: all {len(self.files)} files are in {cache()}"]
-        size, files = _gib(missing), "1 file" if len(missing) == 1 else f"{len(missing)} files"
-        listed = ", ".join(file.path for file in missing)
-        return [*self.notes, f"{self.name}: {files} to download, {size:.3g} GiB, to {cache()}: {listed}"]
+        what = f"{len(missing)} files to download, {_gib(missing):.3g} GiB, to {cache()}: {', '.join(missing)}"
+        return [*self.notes, f"{self.name}: {what}"]
 
 
-def _gib(files: list[File]) -> float:
-    return sum(file.bytes for file in files) / 2**30
+def _gib(files: Mapping[str, int]) -> float:
+    return sum(files.values()) / 2**30
 
 
 def checked(text: str, need: Need) -> Path | None:
@@ -187,17 +176,16 @@ def _check_access(found: Found) -> None:
     """Ask for a file's facts, which the hub refuses to those who may not have it; the list of files is everybody's."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    url = hf_hub_url(found.name.repo, found.missing[0].path, revision=found.name.revision, endpoint=endpoint())
+    url = hf_hub_url(found.name.repo, next(iter(found.missing)), revision=found.name.revision, endpoint=endpoint())
     get_hf_file_metadata(url, timeout=ASK_SEC)
 
 
 @functools.lru_cache
-def _listing(endpoint: str, repo: str, revision: str | None) -> tuple[str, bool, tuple[File, ...]]:
+def _listing(endpoint: str, repo: str, revision: str | None) -> tuple[str, bool, dict[str, int]]:
     """Ask the hub, once in a process: the commit, whether access is given by request, and all files."""
     info = api().model_info(repo, revision=revision, files_metadata=True, timeout=ASK_SEC)
     assert info.sha is not None
-    files = (File(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else None) for s in info.siblings or ())
-    return info.sha, bool(info.gated), tuple(sorted(files, key=lambda file: file.path))
+    return info.sha, bool(info.gated), dict(sorted((one.rfilename, one.size or 0) for one in info.siblings or ()))
 
 
 def _in_cache(name: Name, need: Need) -> Found | None:
@@ -205,20 +193,20 @@ def _in_cache(name: Name, need: Need) -> Found | None:
     pinned = name.pinned()
     if pinned is None or not pinned.snapshot.is_dir():
         return None
-    files = sorted(path for path in pinned.snapshot.rglob("*") if path.is_file())
-    listed = tuple(File(path.relative_to(pinned.snapshot).as_posix(), path.stat().st_size) for path in files)
+    files = (path for path in sorted(pinned.snapshot.rglob("*")) if path.is_file())
+    listed = {path.relative_to(pinned.snapshot).as_posix(): path.stat().st_size for path in files}
     with contextlib.suppress(Refused):
         return _found(pinned, need, listed)
     return None
 
 
-def _found(name: Name, need: Need, listed: tuple[File, ...]) -> Found:
-    files = {file.path: file for file in listed}
-    chosen = need.chosen(name, files)
+def _found(name: Name, need: Need, listed: Mapping[str, int]) -> Found:
+    chosen = need.chosen(name, listed)
     is_folder = bool(need.networks) and not name.file
     original = next((old for old, new in MIRRORS.items() if new == name.repo), None)
     notes = (f"{name.repo} is an unofficial mirror of {original}, which its owner has withdrawn",) if original else ()
-    return Found(name if is_folder else replace(name, file=chosen[0]), tuple(files[path] for path in chosen), notes)
+    files = {path: listed[path] for path in chosen}
+    return Found(name if is_folder else replace(name, file=chosen[0]), files, notes)
 
 
 # --- into the cache ---
@@ -280,8 +268,8 @@ def _download(text: str, found: Found, need: Need) -> None:
             free = shutil.disk_usage(name.cached).free / 2**30
             if _gib(missing) > free:
                 raise OSError(errno.ENOSPC, f"{_gib(missing):.3g} GiB are to come, {free:.3g} GiB are free")
-        for file in missing:
-            hf_hub_download(name.repo, file.path, endpoint=endpoint(), etag_timeout=ASK_SEC, **where)
+        for path in missing:
+            hf_hub_download(name.repo, path, endpoint=endpoint(), etag_timeout=ASK_SEC, **where)
         if missing:
             remove_damaged(str(name), name.snapshot, api().verify_repo_checksums(name.repo, **where))
     except Refused:

@@ -38,7 +38,6 @@ from prepare.laion.config import METADATA, TARS, LaionConfig, check
 from prepare.parts import GO_ON
 from prepare.transfer import Wanted, check_wanted, fetch_all
 
-STAGES = ("metadata", "filter", "images")
 MAX_REASONS = 30  # that are shown: some are what hosts or tables like to say
 
 
@@ -54,9 +53,10 @@ def main(argv: Sequence[str]) -> int:
         print(to_yaml(config), end="")
         return 0
     for stage in STAGES if what == "all" else [what] if what in STAGES else []:
+        make, account_of = STAGES[stage]
         try:
-            MAKERS[stage](config)
-            found = ACCOUNTS[stage](config)
+            make(config)
+            found = account_of(config)
         except OSError as error:
             raise Failed(f"{stage}: {error}. Look at the disk of {config.folder}. {GO_ON}.") from error
         print(found, flush=True)
@@ -116,13 +116,6 @@ def _as_it_is(make: Callable[[int], Any]) -> Callable[[int], Any]:
     return make
 
 
-MAKERS: dict[str, Callable[[LaionConfig], None]] = {
-    "metadata": make_metadata,
-    "filter": make_filter,
-    "images": make_images,
-}
-
-
 # --- the account ---
 
 
@@ -135,11 +128,10 @@ class Account:
     kept: int
     left_out: dict[str, int]
     """Why -> how many."""
-    bytes: int | None = None
+    bytes: int = 0
 
     def __str__(self) -> str:
-        size = f", {self.bytes / 2**30:,.2f} GiB" if self.bytes is not None else ""
-        text = f"{self.stage}: {self.rows:,} rows, {self.kept:,} left{size}"
+        text = f"{self.stage}: {self.rows:,} rows, {self.kept:,} left, {self.bytes / 2**30:,.2f} GiB"
         reasons = Counter(self.left_out)
         shown = dict(reasons.most_common(MAX_REASONS))
         shown |= {"other reasons": others} if (others := reasons.total() - sum(shown.values())) else {}
@@ -180,19 +172,20 @@ def of_parts(stage: str, paths: Sequence[Path]) -> Account:
     return Account(stage, sums["rows"], sums["kept"], dict(left_out), sums["bytes"])
 
 
-ACCOUNTS: dict[str, Callable[[LaionConfig], Account]] = {
-    "metadata": of_metadata,
-    "filter": of_filter,
-    "images": of_images,
+STAGES: dict[str, tuple[Callable[[LaionConfig], None], Callable[[LaionConfig], Account]]] = {
+    "metadata": (make_metadata, of_metadata),
+    "filter": (make_filter, of_filter),
+    "images": (make_images, of_images),
 }
+"""What makes each stage, and its account."""
 
 
 def show_account(config: LaionConfig) -> int:
     """Print what has become of each row. Raises Failed: some have got lost, or a file is damaged."""
     found = []
-    for name, make in ACCOUNTS.items():
+    for name, (_, account_of) in STAGES.items():
         try:
-            found.append(make(config))
+            found.append(account_of(config))
             print(found[-1])
         except (OSError, Refused) as error:  # not finished, or removed since: the metadata may be, after the filter
             print(f"{name}: not finished ({str(error).splitlines()[0].rstrip('.')})")

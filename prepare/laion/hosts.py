@@ -128,16 +128,9 @@ def install(most_bytes: int, most_sec: float, *, allow_private: bool = False) ->
         def https_open(self, request: Any) -> Any:
             return self.do_open(connection(http.client.HTTPSConnection, request), request)
 
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.ProxyHandler,
-        urllib.request.UnknownHandler,
-        Http,
-        Https,
-        urllib.request.HTTPDefaultErrorHandler,
-        urllib.request.HTTPRedirectHandler,
-        urllib.request.HTTPErrorProcessor,
-    ):
+    opener, known = urllib.request.OpenerDirector(), urllib.request
+    others = known.HTTPDefaultErrorHandler, known.HTTPRedirectHandler, known.HTTPErrorProcessor
+    for handler in (known.ProxyHandler, known.UnknownHandler, Http, Https, *others):
         opener.add_handler(handler())
     urllib.request.install_opener(opener)
 

@@ -28,7 +28,7 @@ from PIL import ExifTags, Image
 from cli.errors import Failed, Refused
 from prepare import cells
 from prepare.laion import hosts
-from prepare.laion.config import TARS, ImagesConfig, LaionConfig
+from prepare.laion.config import TARS, LaionConfig
 from prepare.laion.filter import Run, filtered_parts, find_columns, needed, open_table
 from prepare.parts import GO_ON, Plan, begin
 from prepare.places import Folder
@@ -77,18 +77,14 @@ def name_of(number: int) -> str:
     return f"{number:05d}"
 
 
-def settings_of(config: ImagesConfig) -> dict[str, Any]:
-    """Return what the bytes of a tar depend on."""
-    left_out = ("threads", "min_success")
-    return {key: value for key, value in asdict(config).items() if key not in left_out}
-
-
 def bring_all(config: LaionConfig, run: Run) -> None:
     """Make the stage, or what is missing of it."""
     img2dataset("downloader")
     place, (parts, inputs) = Folder(str(config.inside(TARS))), find_parts(config)
+    changes_nothing = ("threads", "min_success")  # of the bytes of a tar
+    keys = {key: value for key, value in asdict(config.images).items() if key not in changes_nothing}
     with place.only_writer():
-        begin(place, Plan(MADE_BY, "tars", {}, 0, {"images": settings_of(config.images)}, inputs))
+        begin(place, Plan(MADE_BY, "tars", {}, 0, {"images": keys}, inputs))
         there = place.names()
         todo = [number for number in range(len(parts)) if f"{name_of(number)}.json" not in there]
         run(functools.partial(bring_part, place, parts, config), todo, [part.num_rows for part in parts], "images")
