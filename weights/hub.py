@@ -169,7 +169,13 @@ def in_cache(text: str, need: Need) -> Found | None:
     """Return what a name leads to where the cache has all that is needed of it; nobody is asked."""
     given = parse(text)
     assert given is not None, text
-    return _in_cache(given, need) or _in_cache(_current(given), need)
+    for name in (given.pinned(), _current(given).pinned()):
+        if name is not None and name.snapshot.is_dir():
+            files = (path for path in sorted(name.snapshot.rglob("*")) if path.is_file())
+            listed = {path.relative_to(name.snapshot).as_posix(): path.stat().st_size for path in files}
+            with contextlib.suppress(Refused):
+                return _found(name, need, listed)
+    return None
 
 
 def _check_access(found: Found) -> None:
@@ -186,18 +192,6 @@ def _listing(endpoint: str, repo: str, revision: str | None) -> tuple[str, bool,
     info = api().model_info(repo, revision=revision, files_metadata=True, timeout=ASK_SEC)
     assert info.sha is not None
     return info.sha, bool(info.gated), dict(sorted((one.rfilename, one.size or 0) for one in info.siblings or ()))
-
-
-def _in_cache(name: Name, need: Need) -> Found | None:
-    """Return what is needed where the cache has all of it."""
-    pinned = name.pinned()
-    if pinned is None or not pinned.snapshot.is_dir():
-        return None
-    files = (path for path in sorted(pinned.snapshot.rglob("*")) if path.is_file())
-    listed = {path.relative_to(pinned.snapshot).as_posix(): path.stat().st_size for path in files}
-    with contextlib.suppress(Refused):
-        return _found(pinned, need, listed)
-    return None
 
 
 def _found(name: Name, need: Need, listed: Mapping[str, int]) -> Found:

@@ -145,8 +145,8 @@ def of_metadata(config: LaionConfig) -> Account:
     if not paths:
         raise Refused(f"metadata: no *.parquet in {config.inside(METADATA)}.")
     try:
-        rows = sum(filter.num_rows(path) for path in paths)
-    except (OSError, ValueError) as error:
+        rows = sum(part.num_rows for part in filter.find_rows(config.inside(METADATA), config.filter))
+    except ConfigError as error:
         raise Failed(f"metadata: {error}") from error
     return Account("metadata", rows, rows, {}, sum(path.stat().st_size for path in paths))
 

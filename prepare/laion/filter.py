@@ -191,12 +191,6 @@ def open_table(path: Path, todo: str = AGAIN) -> Any:
         raise ValueError(f"{path}: cannot be read as Parquet: {_first_line(error)}. {todo}") from error
 
 
-def num_rows(path: Path) -> int:
-    """Return how many rows a Parquet file has. Raises as `open_table`."""
-    with open_table(path) as table:
-        return int(table.metadata.num_rows)
-
-
 def without_views(schema: Any) -> Any:
     """Return a schema with plain types for string_view and binary_view, whose rows pyarrow cannot take."""
     arrow = needed("pyarrow")
