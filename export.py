@@ -57,7 +57,7 @@ from training.places import EXPORT
 from training.run_config import RunConfig, build
 from training.snapshots import load_snapshot
 from weights.files import SUFFIXES, open_weights
-from weights.hub_upload import upload, upload_problem
+from weights.hub import upload, upload_problem
 from weights.tensors import fingerprint
 from zoo import load_family, model_config, pipeline_folder
 from zoo.encoders import own_weights

@@ -1,7 +1,6 @@
-"""Make COCO 2014's validation sets as MLPerf's benchmarks have them: captions, images of one size, statistics for FID.
+"""Make COCO 2014's validation sets as MLPerf's benchmarks have them: captions, and images of one size.
 
     python -m prepare.coco datasets/coco2014
-    python -m prepare.coco datasets/coco2014 inception=/weights/pt_inception-2015-12-05-6726825d.pth
     python -m prepare.coco datasets/coco2014 subset=flux
     python -m prepare.coco datasets/coco2014 images=/data/val2014.zip annotations=/data/annotations_trainval2014.zip
 
@@ -9,49 +8,69 @@ OUT: a folder. What is made in it, of Stable Diffusion v2's benchmark:
     downloads/              val2014.zip and annotations_trainval2014.zip, compared with their SHA-1s; 6 GB
     val2014_30k.tsv         30,000 captions with image_id and id; eval.prompts reads it
     val2014_30k/            their images at 512 x 512 px: COCO_val2014_000000000042.jpg
-    val2014_30k_stats.npz   these images' statistics by prepare.fid_statistics, where inception= is given; for eval.statistics
 and with subset=flux, of the validation of FLUX.1's:
     val2014_flux.tsv        29,696 captions, each with its timestep, 0 to 7
     val2014_flux/           tars of 1,000 samples at 256 x 256 px: KEY.png, .txt, .json; prepare.shards reads them
 
-Which captions are taken: prepare/coco_subset.py. Images are resized by PIL's bicubic straight to a square, without keeping
-their aspect ratio, and saved with PIL's defaults, grey ones as grey ones, as the references do (a JPEG's quality is 75).
-They are read from the zip; it is never unpacked.
+The captions, of both benchmarks: all captions in the order of captions_val2014.json, line feeds taken out (nothing in their
+place) and blanks at both ends stripped; shuffled by pandas' sample(frac=1, random_state=2023); of each image the first one;
+of these the first N; sorted by id; written by pandas' to_csv with tabs. N is 30,000 for Stable Diffusion v2 and 29,696 for
+FLUX.1, which gives row n of the sorted table the timestep n mod 8 in a column of its own.
 
-steps= says what is done of download, subset, images, statistics. What is there already is not made again. If stopped at any
-point, the same command goes on: a file appears whole or not at all.
-Images that are unreadable are all named in OUT/skipped.jsonl.
+Images are resized by PIL's bicubic straight to a square, without keeping their aspect ratio, and saved with PIL's defaults,
+grey ones as grey ones, as the references do (a JPEG's quality is 75). They are read from the zip; it is never unpacked.
+
+Sources: mlcommons/training, stable_diffusion/scripts/datasets/coco-split-resize.py and coco-2014-validation-split-resize.sh;
+mlcommons/training at 1c759d08, text_to_image/README.md, which names the script of its reference, a fork of
+pytorch/torchtitan: experiments/flux/scripts/coco_to_webdataset.py at bdd19fed.
+
+What is there already is not made again. If stopped at any point, the same command resumes: a file appears whole or not at
+all. Images that are unreadable are all named in OUT/skipped.jsonl.
 Exit code: 0 if all that was asked for is there, 1 if an image is unreadable or the work failed, 2 if it could not start.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
-from collections.abc import Sequence
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from PIL import Image
+from tqdm import tqdm
 
 from cli.command import command, start
 from cli.command_line import Problem
 from cli.errors import ConfigError, Failed, Refused
-from cli.files import write_whole
+from cli.files import open_regular, read_regular, to_disk, whole, write_whole
 from cli.limits import kind_of_path, limited, shown
-from prepare import fid_statistics
-from prepare.coco_images import Pictures, write_images, write_tars
-from prepare.coco_subset import as_tsv, choose, image_name, read_annotations
+from prepare.counts import SKIPPED_FILE, Ledger
 from prepare.names import GO_ON
 from prepare.places import Folder, out_problem, writing
-from prepare.transfer import fetch_all
-from prepare.wanted import Memory, Wanted, wrong_digest
+from prepare.transfer import Wanted, fetch_all
 from prepare.words import read_words
 from stages.dataset import is_remote
-from weights.hub_names import parse
+from stages.image_files import open_image
+from stages.moments import NUM_TIMESTEPS, TIMESTEP
 from zoo.spec import MAX_SIDE_PX
 
-STEPS = ("download", "subset", "images", "statistics")
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+SAMPLES_PER_TAR = 1000
+NAMED = 5
+FETCH = "Give COCO's whole val2014.zip, or a folder with all of its images"
 DOWNLOADS = "downloads"
-URL = ("http://", "https://", "file://")
+SEED = 2023
+CAPTIONS = "captions_val2014.json"
+GIVE = f"Give annotations_trainval2014.zip, or its {CAPTIONS}"
 # mlcommons/training, stable_diffusion/scripts/datasets/coco-2014-validation-download.sh: of the images, of the annotations
 PUBLISHED_SHA1 = ("fbedd73593f242db65cce6bcefde193fcedcc5c0", "8e0b9df54c175f1688400e98d1a97f292e726870")
 ZIPS = {
@@ -91,26 +110,13 @@ class CocoConfig:
     size: int | None = limited(None, 1, MAX_SIDE_PX)
     """Side of the images in pixels. null: 512 of sd2, 256 of flux."""
     images: str | None = None
-    """val2014.zip or its URL, or a folder with its images. null: COCO's own, downloaded."""
+    """val2014.zip, or a folder with its images. null: COCO's own, downloaded."""
     annotations: str | None = None
-    """annotations_trainval2014.zip or its URL, or captions_val2014.json. null: COCO's own, downloaded."""
+    """annotations_trainval2014.zip, or captions_val2014.json. null: COCO's own, downloaded."""
     verify: bool = True
     """Compare zips with COCO's SHA-1s. false: for others in COCO's form."""
-    steps: str | None = None
-    """Of download, subset, images, statistics those to do, with commas between. null: all."""
     workers: int | None = limited(None, 1, 512)
     """Images at once. null: one for each core that this process may use."""
-    inception: str | None = None
-    """Weights for the statistics, as prepare.fid_statistics takes them. null: no statistics."""
-    resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
-    """How images are resized for that network; must equal eval.resize."""
-    batch_size: int = limited(50, 1, 2**16)
-    """Images of a pass of that network."""
-
-    @property
-    def todo(self) -> tuple[str, ...]:
-        """The steps to do."""
-        return STEPS if self.steps is None else tuple(word.strip() for word in self.steps.split(","))
 
     @property
     def kind(self) -> Kind:
@@ -130,78 +136,252 @@ class CocoConfig:
 def check(config: CocoConfig) -> list[Problem]:
     """Return every problem that can be found before anything is read."""
     found = []
-    if unknown := [word for word in config.todo if word not in STEPS]:
-        given = f"steps: {shown(', '.join(unknown))}"
-        found.append(Problem(f"{given}. Possible: {', '.join(STEPS)}, with commas between.", ("steps",)))
-    if config.subset == "flux" and config.kind.num_images % 8:
-        given = f"num_images: {config.kind.num_images:,} is not a multiple of the 8 timesteps of subset=flux"
-        found.append(Problem(f"{given}. Nearest: {config.kind.num_images // 8 * 8 or 8:,}.", ("num_images", "subset")))
-    for key in ZIPS:
+    if config.subset == "flux" and config.kind.num_images % NUM_TIMESTEPS:
+        given = (
+            f"num_images: {config.kind.num_images:,} is not a multiple of the {NUM_TIMESTEPS} timesteps of subset=flux"
+        )
+        found.append(Problem(f"{given}. Give such a multiple.", ("num_images", "subset")))
+    for key, possible in (("images", ("file", "folder")), ("annotations", ("file",))):
         path = getattr(config, key)
-        if path is not None and not path.startswith(URL):
-            possible = ("file", "folder") if key == "images" else ("file",)
-            if is_remote(path) or kind_of_path(path) not in possible:
-                found.append(Problem(f"{key}: no {' or '.join(possible)} {shown(path, 300)}. Check the path.", (key,)))
-    if config.inception is not None:
-        if config.subset == "flux":
-            text = "inception: given, but the validation of subset=flux is a loss, without statistics. Leave it out."
-            found.append(Problem(text, ("inception", "subset")))
-        elif config.inception != "random" and not parse(config.inception) and kind_of_path(config.inception) != "file":
-            text = f"inception: no file {shown(config.inception, 300)}. Give pt_inception-2015-12-05-6726825d.pth"
-            found.append(Problem(f"{text}, or random for a trial.", ("inception",)))
+        if path is not None and kind_of_path(path) not in possible:
+            found.append(Problem(f"{key}: no {' or '.join(possible)} {shown(path, 300)}. Check the path.", (key,)))
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The files of COCO
-# ---------------------------------------------------------------------------------------------------------------------
+# --- the files of COCO ---
 
 
-def place_of(key: str, out: Path, config: CocoConfig) -> Path:
-    """Return where COCO's images or annotations lie on this machine, or will lie once they are downloaded."""
-    given = getattr(config, key)
-    return Path(given).expanduser() if given and not given.startswith(URL) else out / DOWNLOADS / ZIPS[key].name
-
-
-def download(key: str, out: Path, config: CocoConfig) -> None:
-    """Fetch COCO's images or annotations, and compare them. Raises Refused, Failed: they cannot be had."""
-    url, zip_file = getattr(config, key), ZIPS[key]
-    wanted = Wanted(zip_file.name, (url,) if url else zip_file.urls, digest=zip_file.digest if config.verify else None)
-    [outcome] = fetch_all([wanted], out / DOWNLOADS, word="OUT")
-    if outcome.reason:
-        instead = f"or give {key}= on this machine"
-        raise Failed(f"{key}: {wanted.name} cannot be had: {outcome.reason}. {GO_ON}; {instead}.")
-    print(f"download: {out / DOWNLOADS / wanted.name}{'' if outcome.is_fetched else ' is there'}", flush=True)
-
-
-def found_at(key: str, out: Path, config: CocoConfig) -> Path:
-    """Return where the images or annotations lie; fetch them if need be.
+def path_of(key: str, out: Path, config: CocoConfig) -> Path:
+    """Return where COCO's images or annotations are on this machine; fetch them if they are not given.
 
     Raises:
-        Refused: they are not there, or the zip is not COCO's.
-        Failed: they cannot be had.
+        Refused: the zip is not COCO's.
+        Failed: they cannot be fetched.
     """
-    path, zip_file = place_of(key, out, config), ZIPS[key]
-    if path.parent == out / DOWNLOADS and "download" in config.todo:
-        download(key, out, config)
-    if not path.exists():
-        raise Refused(f"{key}: {path} is not there. Let steps have download, or give {key}= on this machine.")
-    is_known = path.parent == out / DOWNLOADS and Memory(path.parent).knows(zip_file)
-    if config.verify and path.is_file() and path.suffix != ".json" and not is_known:
-        assert zip_file.digest is not None
-        try:
-            problem = wrong_digest(path, zip_file.digest)
-        except OSError as error:
-            raise Refused(f"{key}: {path} cannot be read: {error.strerror}. Check its permissions.") from error
-        if problem:
-            others = f"verify=false takes others in COCO's form. Or leave {key} out: COCO's own is downloaded"
-            raise Refused(f"{key}: {path} is not COCO's {zip_file.name}: {problem}. {others}.")
+    given, wanted = getattr(config, key), ZIPS[key]
+    if given is None:
+        if failed := fetch_all([wanted], out / DOWNLOADS, word="OUT"):
+            raise Failed(f"{key}: {failed[wanted.name]}. {GO_ON}; or give {key}= on this machine.")
+        return out / DOWNLOADS / wanted.name
+    path = Path(given).expanduser()
+    if config.verify and path.is_file() and path.suffix != ".json" and (problem := wanted.fault_of(path, read=True)):
+        others = f"verify=false takes others in COCO's form. Or leave {key} out: COCO's own is downloaded"
+        raise Refused(f"{key}: {path} is not COCO's {wanted.name}: {problem}. {others}.")
     return path
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The steps
-# ---------------------------------------------------------------------------------------------------------------------
+def read_annotations(path: Path) -> list[dict[str, Any]]:
+    """Return the captions of captions_val2014.json, or of that file in COCO's zip, with all of their fields.
+
+    Raises:
+        Refused: it cannot be read, or is not COCO's captions.
+    """
+    try:
+        captions = json.loads(_content(path))["annotations"]
+        if not captions:
+            raise ValueError("there are none")
+        for one in captions:
+            numbers, text = (one["image_id"], one["id"]), one["caption"]
+            if not (type(text) is str and all(type(number) is int and 0 <= number < 10**12 for number in numbers)):
+                raise ValueError(f"this is no caption: {str(one)[:80]}")
+    except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, LookupError, TypeError) as error:
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {str(error)[:120]}"
+        raise Refused(f"annotations: {path} cannot be read: {why}. {GIVE}.") from error
+    return list(captions)
+
+
+def _content(path: Path) -> bytes:
+    """Return the bytes of a file of captions, or of the one in COCO's zip. Raises OSError, KeyError, zipfile's errors."""
+    open_regular(path, None).close()
+    if not zipfile.is_zipfile(path):
+        return read_regular(path)
+    with zipfile.ZipFile(path) as file:
+        return file.read(f"annotations/{CAPTIONS}")
+
+
+# --- images ---
+
+# PIL decodes, resizes and encodes without Python's lock, so that threads are enough, and a killed command leaves none behind.
+
+
+def image_name(image_id: int, suffix: str = "jpg") -> str:
+    """Return the name of an image's file: of COCO's own, and with another suffix of ours."""
+    return f"COCO_val2014_{image_id:012}.{suffix}"
+
+
+def open_images(path: Path, names: Iterable[str]) -> Any:
+    """Return the folder of COCO's images, on disk or in the zip: both are read by `(folder / name).read_bytes()`.
+
+    Raises:
+        Refused: it is no whole zip, or lacks some of the names.
+    """
+    try:
+        if path.is_dir():
+            folder: Any = path / "val2014" if (path / "val2014").is_dir() else path
+        else:
+            open_regular(path, None).close()
+            folder = zipfile.Path(path, "val2014/")
+        there = {entry.name for entry in folder.iterdir()}
+    except (OSError, zipfile.BadZipFile) as error:
+        why = getattr(error, "strerror", None) or f"it is no whole zip: {error}"
+        raise Refused(f"images: {path} cannot be read: {why}. {FETCH}.") from error
+    if missing := sorted(set(names) - there):
+        raise Refused(f"images: {path} lacks {len(missing):,} of the images: {_some(missing)}. {FETCH}.")
+    return folder
+
+
+def resized(content: bytes, size: int, kind: str) -> bytes:
+    """Return an image's file at size x size px, by PIL's bicubic, as the references make it.
+
+    Args:
+        kind: JPEG or PNG, with PIL's defaults.
+
+    Raises:
+        SampleError: it is not an image, or has too many pixels.
+        Exception: whatever PIL raises for a damaged one.
+    """
+    with open_image(content) as image:
+        made = image.resize((size, size), Image.Resampling.BICUBIC)
+    file = io.BytesIO()
+    made.save(file, kind)
+    return file.getvalue()
+
+
+def write_images(folder: Path, table: DataFrame, pictures: Callable[[], Path], size: int, workers: int) -> str:
+    """Write each row's image into the folder, those that are not there yet; return what there is, for people.
+
+    Args:
+        table: with image_id.
+        pictures: fetches COCO's own, a zip or a folder; called only if some are to be made.
+        size: side in px.
+        workers: threads.
+
+    Raises:
+        Refused: COCO's own are not all there.
+        Failed: some are unreadable; the others are made.
+        OSError: the folder cannot be written.
+    """
+    names = [image_name(number) for number in table["image_id"]]
+    todo = _missing(folder, names)
+    if todo:
+        source = open_images(path := pictures(), todo)
+
+        def make(name: str) -> str:
+            content, problem = _made(source / name, size, "JPEG")
+            if not problem:
+                write_whole(folder / name, content)
+            return problem
+
+        with ThreadPoolExecutor(workers) as pool:
+            made = tqdm(pool.map(make, todo), total=len(todo), unit=" images", desc="resize")
+            problems = {name: problem for name, problem in zip(todo, made, strict=True) if problem}
+        to_disk(folder)
+        _check_all(problems, path.name, folder.parent)
+    return f"{len(names):,} of {size} x {size} px in {folder}, {len(todo):,} of them made now"
+
+
+def write_tars(folder: Path, table: DataFrame, pictures: Callable[[], Path], size: int, workers: int) -> str:
+    """Write each row's image, caption and facts into tars of 1,000, as the reference of FLUX.1 does; see `write_images`.
+
+    A sample's key is its image_id with twelve digits. Its JSON has id, caption, filename and timestep.
+    """
+    rows = list(table[["image_id", "caption", TIMESTEP]].itertuples(index=False, name=None))
+    firsts = range(0, len(rows), SAMPLES_PER_TAR)
+    shards = {f"shard_{n // SAMPLES_PER_TAR:05d}.tar": rows[n : n + SAMPLES_PER_TAR] for n in firsts}
+    todo = _missing(folder, list(shards))
+    if todo:
+        problems: dict[str, str] = {}
+        source = open_images(path := pictures(), [image_name(row[0]) for name in todo for row in shards[name]])
+        for name in tqdm(todo, unit=" tars", desc="resize"):
+            names = [image_name(row[0]) for row in shards[name]]
+            with ThreadPoolExecutor(workers) as pool:
+                made = list(pool.map(lambda image: _made(source / image, size, "PNG"), names))
+            found = {image: problem for image, (_, problem) in zip(names, made, strict=True) if problem}
+            problems |= found
+            if not found:
+                _write_tar(folder / name, shards[name], [content for content, _ in made])
+        to_disk(folder)
+        _check_all(problems, path.name, folder.parent)
+    return f"{len(rows):,} of {size} x {size} px in {len(shards):,} tars in {folder}, {len(todo):,} of them made now"
+
+
+def _write_tar(path: Path, rows: Sequence[Any], images: Sequence[bytes]) -> None:
+    with whole(path) as temporary, tarfile.open(temporary, "w") as tar:
+        for (image_id, caption, timestep), image in zip(rows, images, strict=True):
+            facts = {
+                "id": str(image_id),
+                "caption": caption,
+                "filename": image_name(image_id, "png"),
+                TIMESTEP: timestep,
+            }
+            files = {"png": image, "txt": caption.encode(), "json": json.dumps(facts, indent=2).encode()}
+            for suffix, content in files.items():
+                about = tarfile.TarInfo(f"{image_id:012}.{suffix}")
+                about.size = len(content)
+                tar.addfile(about, io.BytesIO(content))
+
+
+def _made(image: Any, size: int, kind: str) -> tuple[bytes, str]:
+    """Return an image's file at its size, or what is wrong with it."""
+    try:
+        return resized(image.read_bytes(), size, kind), ""
+    except Exception as error:  # decoders raise a dozen classes
+        return b"", f"{type(error).__name__}: {error}"
+
+
+def _missing(folder: Path, names: Sequence[str]) -> list[str]:
+    """Return the names that the folder lacks, in order; remove what a killed command has left half written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".*.tmp"):
+        left.unlink()
+    there = {entry.name for entry in os.scandir(folder)}
+    return [name for name in names if name not in there]
+
+
+def _check_all(problems: dict[str, str], source: str, out: Path) -> None:
+    """Raise Failed if images are unreadable: name -> why. All are in skipped.jsonl, some in the message."""
+    ledger = Ledger(source)
+    for name in sorted(problems):
+        ledger.skip(name, problems[name])
+    ledger.write(out / SKIPPED_FILE)
+    if problems:
+        named = _some([f"{name} ({problems[name]})" for name in sorted(problems)])
+        text = f"images: {len(problems):,} cannot be read: {named}; reasons: {out / SKIPPED_FILE}"
+        raise Failed(f"{text}. {FETCH}. {GO_ON}.")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
+
+
+# --- the steps ---
+
+
+def choose(captions: Sequence[Mapping[str, Any]], num_images: int, *, timesteps: bool) -> DataFrame:
+    """Return the rule's captions as a table, sorted by id; see the head of this file.
+
+    Args:
+        captions: of `read_annotations`.
+        num_images: how many images, each with one caption.
+        timesteps: give each row its timestep, 0 to 7.
+
+    Raises:
+        Refused: there are captions of fewer images; or one that is taken has a carriage return, which ends a row.
+    """
+    import numpy as np
+    from pandas import DataFrame
+
+    table = DataFrame(captions)
+    table["caption"] = table["caption"].map(lambda text: text.replace("\n", "").strip())
+    table = table.sample(frac=1, random_state=SEED).drop_duplicates(subset=["image_id"], keep="first")
+    if len(table) < num_images:
+        given = f"num_images: {num_images:,}, but annotations has captions of {len(table):,} images"
+        raise Refused(f"{given}. Possible: 1 to {len(table):,}. Give fewer, or COCO's own {CAPTIONS}.")
+    table = table.iloc[:num_images].sort_values(by=["id"])
+    if broken := [number for number, text in zip(table["id"], table["caption"], strict=True) if "\r" in text]:
+        given = f"annotations: the caption with id {broken[0]} has a carriage return, which would end its row"
+        raise Refused(f"{given}. {GIVE}.")
+    return table.assign(**{TIMESTEP: np.arange(num_images) % NUM_TIMESTEPS}) if timesteps else table
 
 
 def write_subset(out: Path, config: CocoConfig, content: bytes) -> None:
@@ -215,47 +395,15 @@ def write_subset(out: Path, config: CocoConfig, content: bytes) -> None:
     print(f"subset: {config.kind.num_images:,} captions in {path}", flush=True)
 
 
-def make_statistics(out: Path, config: CocoConfig, wanted: Sequence[str]) -> int:
-    """Make the statistics of the images, if they are not there. Raises Failed: the folder has others, or not all."""
-    folder, path = out / config.images_name, out / f"{config.images_name}_stats.npz"
-    if config.inception is None:
-        print("statistics: not made, since inception is not given (pt_inception-2015-12-05-6726825d.pth)", flush=True)
-        return 0
-    if path.exists():
-        print(f"statistics: {path} is there", flush=True)
-        return 0
-    there = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
-    if missing := sorted(set(wanted) - there):
-        raise Failed(f"statistics: {folder} lacks {len(missing):,} images, e.g. {missing[0]}. Let steps have images.")
-    if others := sorted(there - set(wanted)):
-        raise Failed(f"statistics: {folder} has {len(others):,} other files, e.g. {others[0]}. Remove them.")
-    keys = [f"{key}={getattr(config, key)}" for key in ("inception", "resize", "batch_size")]
-    return fid_statistics.main(
-        [str(folder), str(path), *keys, *([f"workers={config.workers}"] if config.workers else [])]
-    )
-
-
 def make(out: Path, config: CocoConfig) -> int:
     """Do the steps; return the exit code. Raises Refused, Failed: the message says why. OSError: OUT is not writable."""
-    if {*config.todo} == {"download"}:
-        for key in ZIPS:
-            found_at(key, out, config)
-        return 0
     kind, is_flux = config.kind, config.subset == "flux"
-    table = choose(read_annotations(found_at("annotations", out, config)), kind.num_images, timesteps=is_flux)
-    write_subset(out, config, as_tsv(table))
-    names = [image_name(number) for number in table["image_id"]]
-    workers = config.workers or len(os.sched_getaffinity(0))
-    if "images" in config.todo:
-        folder = out / config.images_name
-        write = write_tars if is_flux else write_images
-
-        def pictures() -> Pictures:
-            return Pictures(found_at("images", out, config))
-
-        done = write(folder, table, pictures, kind.size, workers)
-        print(f"images: {done}", flush=True)
-    return make_statistics(out, config, names) if "statistics" in config.todo and not is_flux else 0
+    table = choose(read_annotations(path_of("annotations", out, config)), kind.num_images, timesteps=is_flux)
+    write_subset(out, config, table.to_csv(sep="\t", index=False, lineterminator="\n").encode())
+    write, workers = write_tars if is_flux else write_images, config.workers or len(os.sched_getaffinity(0))
+    done = write(out / config.images_name, table, lambda: path_of("images", out, config), kind.size, workers)
+    print(f"images: {done}", flush=True)
+    return 0
 
 
 @command(__doc__)

@@ -9,48 +9,49 @@
 
 A GROUP is one of the manifest, prepare/downloads.yaml, which says where each size and digest is from. Its files go to the
 folder that the recipes in yamls/ name, in `to`: checkpoints/sd, datasets/coco2014, ... Models of the zoo go into the Hugging
-Face Hub's cache, from where runs take them by name.
+Face Hub's cache, from where runs take them by name. Of the hub, its own library fetches and compares.
 
-A file takes its name when it is whole and its digest is right (prepare/transfer.py). Where no digest is published, its size
-alone is compared. A file that is there is left as it is; its digest is compared once, and remembered in .digests beside it.
+A file gets its name when it is whole and its digest is right (prepare/transfer.py). Where no digest is published, its size
+alone is compared. A file that is there with the right size is left as it is.
 What is gated says so: accept its terms on the page that is named, and set HF_TOKEN.
-Exit code: 0 if all is there, 1 if something could not be had or is damaged, 2 if it could not start.
+MLCommons publishes a set of files as two small ones: NAME.uri has the address of a folder; NAME.md5 next to it has a line
+for each file in that folder, its MD5 and its name. Source: mlcommons/r2-downloader, mlc-r2-downloader.sh.
+
+Exit code: 0 if all is there, 1 if something is not available or is damaged, 2 if it could not start.
 """
 
 from __future__ import annotations
 
-import contextlib
+import difflib
 import fnmatch
+import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import quote
+
+from omegaconf import OmegaConf
 
 from cli.command import command, start
-from cli.command_line import Problem
 from cli.errors import ConfigError, Failed, Refused
-from cli.files import write_whole
 from cli.limits import limited, shown
 from cli.log import log
 from preflight.limits import unwritable
-from prepare import hub_files
-from prepare.manifest import (
-    MANIFEST,
-    Group,
-    choose,
-    list_urls,
-    read_address,
-    read_list,
-    read_manifest,
-    wanted_of,
-    with_mirror,
-)
-from prepare.transfer import GO_ON, Outcome, fetch_all
-from prepare.wanted import Memory, Wanted, is_address
+from prepare.transfer import GO_ON, MISSING, Wanted, check_wanted, fetch_all, is_address
 from prepare.words import read_words
+from weights import hub
+from weights.hub_names import Name, cache
+from zoo import load_family
+from zoo.encoders import need_of_denoiser, need_of_encoders
 
+MANIFEST = Path(__file__).with_name("downloads.yaml")
+LISTS_COPY = "https://raw.githubusercontent.com/mlcommons/r2-infra/main/training/metadata"
+LINE = re.compile(r"([0-9a-f]{32})\s+\*?(?:\./)?(\S.*)")
+KINDS = "files", "uri", "model", "data_set", "groups"
 LIST = "list"
+LISTS = ".list"  # folder of a list of MLCommons' in its group's
 MOST_SHOWN = 40
 MAX_LIST_BYTES = 2**26
 
@@ -67,127 +68,212 @@ class DownloadsConfig:
     """Files at a time."""
     verify: bool = False
     """Of list: read every file, and compare its digest again."""
-    mirror: str | None = None
-    """Address of a copy with the same folders, asked first: http://, https:// or file://. null: none."""
     manifest: str | None = None
     """Another manifest, a YAML file. null: prepare/downloads.yaml."""
-    timeout_sec: float = limited(60.0, 1, 3600)
-    """Longest silence of a server, seconds."""
     tries: int = limited(5, 1, 1000)
     """Tries of an address that bring nothing, one after the other."""
 
 
-def check(config: DownloadsConfig) -> list[Problem]:
-    """Return every problem that can be found before the manifest is read."""
-    if config.mirror is not None and not is_address(config.mirror):
-        possible = "http://, https:// and file://"
-        return [
-            Problem(f"mirror: {config.mirror} is no address. Possible: {possible}, as file:///mnt/copy.", ("mirror",))
-        ]
-    return []
+# --- the manifest ---
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A group's files
-# ---------------------------------------------------------------------------------------------------------------------
+@dataclass
+class Entry:
+    """A file of the manifest, or `count` of them whose names and addresses have {number:05d} in them."""
+
+    name: str
+    urls: list[str]
+    bytes: int | None = None
+    digest: str | None = None
+    count: int | None = None
 
 
-def files_of(group: Group, folder: Path, config: DownloadsConfig) -> tuple[list[Wanted], list[str]]:
-    """Return a group's files, and the names of those of which its list has two digests; a list is fetched, and kept.
+@dataclass
+class Group:
+    """A group of the manifest: files, a list of MLCommons', a model or a data set of the hub, or other groups.
+
+    about: what it is; source: where its facts are from; about_gb: its size as it is published, 10**9 bytes.
+    folder: of its files, in the folder that the user gives.
+    uri: address of a list.
+    model, family, variant: a name on the hub, and whose weights are taken of it.
+    data_set, revision: a name on the hub.
+    gated: the page where its terms are accepted; token: the variable with a token, where a file is at the hub.
+    """
+
+    about: str
+    source: str | None = None
+    folder: str | None = None
+    about_gb: float | None = None
+    files: list[Entry] = field(default_factory=list)
+    uri: str | None = None
+    model: str | None = None
+    family: str | None = None
+    variant: str | None = None
+    data_set: str | None = None
+    revision: str | None = None
+    gated: str | None = None
+    token: str | None = None
+    groups: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """One of KINDS."""
+        return next((name for name in KINDS if getattr(self, name)), "nothing")
+
+    def wanted(self) -> list[Wanted]:
+        """Return the files of a group of files."""
+        found = []
+        for entry in self.files:
+            for number in range(entry.count or 1):
+                name, *urls = (
+                    text.format(number=number) if entry.count else text for text in (entry.name, *entry.urls)
+                )
+                found.append(Wanted(name, tuple(urls), entry.bytes, entry.digest, self.token))
+        return found
+
+
+def read_manifest(path: Path = MANIFEST) -> dict[str, Group]:
+    """Return the groups of a manifest by name. Raises ConfigError: what is wrong with it."""
+    where, groups = str(path), {}
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        for name, given in content.items():
+            where = f"{path}: {name}"
+            group: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Group), given))
+            parts = PurePosixPath(group.folder or "").parts
+            if group.kind == "nothing" or "/" in parts or ".." in parts:
+                raise ValueError(f"has {group.kind}. Give one of {', '.join(KINDS)}, and a relative folder")
+            if unknown := [one for one in group.groups if one not in content]:
+                raise ValueError(f"names no group: {', '.join(unknown)}")
+            check_wanted(group.wanted())
+            groups[str(name)] = group
+    except Exception as error:  # of the disk, of yaml, of OmegaConf
+        text = shown((getattr(error, "strerror", None) or str(error)).splitlines()[0], 200).removesuffix(".")
+        raise ConfigError([f"manifest: {where}: {text}. Give a YAML file as {MANIFEST.name}."]) from error
+    return groups
+
+
+def choose(names: Sequence[str], manifest: dict[str, Group]) -> list[str]:
+    """Return the groups of these names, with those that a group of groups stands for, each once.
 
     Raises:
-        Failed: the list is not available, or is none.
-        OSError: it cannot be written.
+        ConfigError: there is no such group.
     """
-    if group.kind == "files":
-        return _chosen(wanted_of(group, config.mirror), config), []
-    base, md5 = (read_text(list_urls(group, suffix, config.mirror), config) for suffix in (".uri", ".md5"))
+    chosen: list[str] = []
+    for name in names:
+        if name not in manifest:
+            near = difflib.get_close_matches(name, manifest, n=1)
+            nearest = f" Nearest: {near[0]}." if near else ""
+            raise ConfigError([f"GROUP: there is no {shown(name)}.{nearest} Possible: {', '.join(manifest)}."])
+        chosen += manifest[name].groups or [name]
+    return list(dict.fromkeys(chosen))
+
+
+def list_urls(group: Group, suffix: str) -> tuple[str, ...]:
+    """Return the addresses of a list: `.uri`, or the `.md5` next to it."""
+    assert group.uri is not None
+    folder, _, name = group.uri.rpartition("/")
+    name = f"{name.removesuffix('.uri')}{suffix}"
+    return f"{folder}/{name}", f"{LISTS_COPY}/{name}"
+
+
+def read_list(address: str, text: str, where: str) -> list[Wanted]:
+    """Return the files of a list of MLCommons'.
+
+    Args:
+        address: content of its .uri.
+        text: content of its .md5, a digest and a name a line.
+        where: its address, for messages.
+
+    Raises:
+        ValueError: it is no such list, has two digests of a file, or a name that leads out of the folder.
+    """
+    base = address.strip().rstrip("/")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    pairs = [match.groups() for line in dict.fromkeys(lines) if (match := LINE.fullmatch(line))]
+    if not is_address(base) or not lines or len(pairs) < len(set(lines)):
+        raise ValueError(f"{where} is no list of MLCommons', but begins {shown(f'{base} {text}', 60)!r}")
+    found = [Wanted(name, (f"{base}/{quote(name)}",), None, f"md5:{md5}") for md5, name in pairs]
     try:
-        listed, twice = read_list(md5, read_address(base, str(group.uri)), list_urls(group, ".md5")[0])
+        check_wanted(found)
     except ValueError as error:
-        raise Failed(f"{error}. Look at that address") from error
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(_list_path(group, folder), md5)
-    files = _chosen([with_mirror(one, group, config.mirror) for one in listed], config)
-    return files, [name for name in twice if fnmatch.fnmatch(name, config.only or "*")]
+        raise ValueError(f"{where}: {str(error).splitlines()[0].removesuffix('.')}") from error
+    return sorted(found, key=lambda one: one.name)
 
 
-def _list_path(group: Group, folder: Path) -> Path:
-    return folder / Path(list_urls(group, ".md5")[0]).name
+# --- a group's files ---
 
 
-def read_text(urls: tuple[str, ...], config: DownloadsConfig) -> str:
-    """Return a small text from the first address that gives it. Raises Failed: none does."""
-    with tempfile.TemporaryDirectory() as folder:
-        ways: dict[str, Any] = dict(timeout_sec=config.timeout_sec, tries=config.tries, most_bytes=MAX_LIST_BYTES)
-        [outcome] = fetch_all([Wanted("list", urls)], Path(folder), is_quiet=True, **ways)
-        if outcome.reason:
-            raise Failed(f"its list is not available: {outcome.reason}")
+def fetch_list(group: Group, folder: Path, config: DownloadsConfig) -> None:
+    """Fetch the two texts of a group's list into its folder. Raises Failed: they are not available."""
+    (folder / LISTS).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # it may have changed since the last one
+        wanted = [Wanted(suffix, list_urls(group, suffix)) for suffix in (".uri", ".md5")]
+        if failed := fetch_all(wanted, Path(scratch), tries=config.tries, most_bytes=MAX_LIST_BYTES):
+            raise Failed(f"its list is not available: {'; '.join(failed.values())}")
+        for one in wanted:
+            Path(scratch, one.name).replace(folder / LISTS / one.name)
+
+
+def files_of(group: Group, folder: Path, config: DownloadsConfig) -> list[Wanted]:
+    """Return a group's files that `only` leaves; none, if its list was not fetched yet. Raises Failed: it is no list."""
+    files = group.wanted()
+    if group.uri and (folder / LISTS).is_dir():
+        texts = [(folder / LISTS / suffix).read_text(errors="replace") for suffix in (".uri", ".md5")]
         try:
-            return Path(folder, "list").read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise Failed(f"its list, {urls[0]}, is no text") from error
+            files = read_list(*texts, list_urls(group, ".md5")[0])
+        except ValueError as error:
+            raise Failed(f"{error}. Look at that address") from error
+    return [one for one in files if fnmatch.fnmatch(one.name, config.only or "*")]
 
 
-def known_files(group: Group, folder: Path, config: DownloadsConfig) -> list[Wanted]:
-    """Return a group's files without asking anybody; none: its list was not fetched yet, or is damaged."""
-    if group.kind == "files":
-        return _chosen(wanted_of(group), config)
-    if group.kind == "data_set":
-        return _chosen(Memory(folder).wanted(), config)
-    with contextlib.suppress(OSError, ValueError):
-        return _chosen(read_list(_list_path(group, folder).read_text(), "https://-", "-")[0], config)
-    return []
+def needs_of(group: Group) -> dict[str, tuple[str, hub.Need]]:
+    """Return what a group takes of its model: key -> (name, files), for the encoders and for the denoiser."""
+    assert group.model and group.family and group.variant
+    family = load_family(group.family, "full", group.variant)
+    needs = {"model.weights": need_of_encoders(family), "model.denoiser": need_of_denoiser(family)}
+    return {key: (group.model, need) for key, need in needs.items()}
 
 
-def _chosen(wanted: Sequence[Wanted], config: DownloadsConfig) -> list[Wanted]:
-    return [one for one in wanted if fnmatch.fnmatch(one.name, config.only or "*")]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Fetching
-# ---------------------------------------------------------------------------------------------------------------------
+# --- fetching ---
 
 
 def fetch_group(name: str, group: Group, config: DownloadsConfig) -> str:
-    """Fetch what is missing of a group, and return a line that says where it is.
+    """Fetch what is missing of a group, and return where it is.
 
     Raises:
         Failed: some of it is not available; a line each.
-        Refused: see `fetch_all`.
+        Refused: see `fetch_all`, and of the hub.
         OSError: its folder cannot be written.
     """
-    if group.kind == "model":
-        hub_files.fetch_model(group)
-        return f"{name}: {group.model} is in {hub_files.hub.cache()}"
+    if group.model:
+        hub.fetch_all(needs_of(group))
+        return f"{group.model} is in {cache()}"
     folder = Path(config.to, str(group.folder))
-    if group.kind == "data_set":
-        wanted = hub_files.fetch_data_set(group, folder, config.at_once)
-        return f"{name}: {len(wanted)} files are in {folder}"
-    wanted, twice = files_of(group, folder, config)
-    if not wanted and not twice:
+    if group.data_set:
+        return f"{hub.fetch_data_set(group.data_set, group.revision, folder, config.at_once)} files are in {folder}"
+    if group.uri:
+        fetch_list(group, folder, config)
+    wanted = files_of(group, folder, config)
+    if not wanted:
         raise Failed(f"has no file like {config.only}. Give another pattern")
-    if bare := [one for one in wanted if not one.digest]:
-        log.info(
-            f"{name}: {', '.join(_some([one.name for one in bare], 3))}: digest not published, the size alone is compared."
-        )
+    if bare := [one.name for one in wanted if not one.digest]:
+        log.info(f"{name}: {', '.join(_some(bare, 3))}: digest not published, the size alone is compared.")
     about_bytes = int(1e9 * group.about_gb) if group.about_gb and config.only is None else 0
-    ways: dict[str, Any] = dict(timeout_sec=config.timeout_sec, tries=config.tries, about_bytes=about_bytes)
-    outcomes = fetch_all(wanted, folder, config.at_once, **ways)
-    failed = [one for one in outcomes if one.reason]
-    failed += [Outcome(name, reason="its list has two digests of it") for name in twice]
+    failed = fetch_all(wanted, folder, config.at_once, config.tries, about_bytes=about_bytes)
     if failed:
-        gate = [_gate(group)] if any(one.is_refused for one in failed) and group.gated else []
-        raise Failed("\n".join([*_some([f"{folder / one.name}: {one.reason}" for one in failed]), *gate]))
-    return f"{name}: {len(wanted)} {'file is' if len(wanted) == 1 else 'files are'} in {folder}"
+        raise Failed("\n".join([*_some([f"{folder / one}: {why}" for one, why in failed.items()]), *_gate(group)]))
+    return f"{len(wanted)} files are in {folder}"
 
 
 def _some(lines: Sequence[str], most: int = MOST_SHOWN) -> list[str]:
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
-def _gate(group: Group) -> str:
-    return f"Gated: accept its terms at {group.gated}, and set HF_TOKEN to a token of that account."
+def _gate(group: Group) -> list[str]:
+    return [f"Gated: accept its terms at {group.gated}, and set HF_TOKEN to a token of that account."] * bool(
+        group.gated
+    )
 
 
 def fetch(names: Sequence[str], manifest: dict[str, Group], config: DownloadsConfig) -> int:
@@ -195,19 +281,16 @@ def fetch(names: Sequence[str], manifest: dict[str, Group], config: DownloadsCon
     failed = []
     for name in names:
         try:
-            print(fetch_group(name, manifest[name], config), flush=True)
-        except Failed as error:
+            print(f"{name}: {fetch_group(name, manifest[name], config)}", flush=True)
+        except (Failed, hub.Refused) as error:
             failed.append(name)
             log.error("\n".join(f"{name}: {line.rstrip('.')}." for line in str(error).splitlines()))
-            print(f"{name}: not complete", flush=True)
     if failed:
         log.error(f"Not complete: {', '.join(failed)}. {GO_ON}.")
     return 1 if failed else 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The list
-# ---------------------------------------------------------------------------------------------------------------------
+# --- the list ---
 
 
 def show(names: Sequence[str], manifest: dict[str, Group], config: DownloadsConfig, *, in_full: bool) -> int:
@@ -218,55 +301,40 @@ def show(names: Sequence[str], manifest: dict[str, Group], config: DownloadsConf
     """
     is_wrong, width = False, max(map(len, names))
     for name in names:
-        group, wrong = manifest[name], False
-        lines: list[str] = []
-        if group.kind == "groups":
+        group, faults = manifest[name], {}
+        folder = Path(config.to, str(group.folder))
+        if group.groups:
             state = f"stands for {', '.join(group.groups)}"
-        elif group.kind == "model":
-            missing = hub_files.missing_of_model(group) if in_full else []
-            state = f"{' and '.join(missing)}: not all is" if missing else "all is"
-            if not in_full:
-                state = "is begun or there" if hub_files.is_begun(group) else "nothing is"
-            state = f"{group.model}: {state} in the hub's cache {hub_files.hub.cache()}"
+        elif group.model and in_full:
+            missing = [key for key, (text, need) in needs_of(group).items() if hub.in_cache(text, need) is None]
+            state = (
+                f"{' and '.join(missing)}: not all is in the hub's cache" if missing else "all is in the hub's cache"
+            )
+        elif group.model or group.data_set:
+            path = folder if group.data_set else Name(str(group.model)).cached
+            state = f"{path}: {'begun or there' if path.is_dir() else 'not here'}"
         else:
-            state, lines, wrong = _look(group, config, in_full)
-        lines += [_gate(group)] if in_full and group.gated else []
-        lines += [f"source: {group.source}"] if in_full and group.source else []
-        print("\n".join([f"{name:{width}}  {state}; {group.about}", *(f"{'':{width}}    {line}" for line in lines)]))
-        is_wrong |= wrong
+            try:
+                wanted = files_of(group, folder, config)
+                faults = {one.name: one.fault_of(folder / one.name, read=config.verify) for one in wanted}
+            except OSError as error:
+                raise Refused(f"to: {folder} cannot be read: {error}. Check its permissions.") from error
+            num_there, num_missing = (sum(fault == what for fault in faults.values()) for what in (None, MISSING))
+            num_wrong = len(faults) - num_there - num_missing
+            is_wrong |= num_wrong > 0
+            state = f"{folder}: {num_there} of {len(faults) or 'an unknown number of'} files, {num_wrong} wrong"
+        about = f", about {group.about_gb:,g} GB" if group.about_gb else ""
+        print(f"{name:{width}}  {state}{about}; {group.about}")
+        lines = [f"{file}: {fault or 'there'}" for file, fault in faults.items()]
+        lines += [*_gate(group), *([f"source: {group.source}"] if group.source else [])]
+        print("".join(f"{'':{width}}    {line}\n" for line in lines if in_full), end="")
     return 1 if is_wrong else 0
-
-
-def _look(group: Group, config: DownloadsConfig, in_full: bool) -> tuple[str, list[str], bool]:
-    """Return a line on a group's files, lines on each, and whether one is wrong. Raises Refused: one cannot be read."""
-    folder, about = Path(config.to, str(group.folder)), f", about {group.about_gb:,g} GB" if group.about_gb else ""
-    wanted, memory = known_files(group, folder, config), Memory(folder)
-    if not wanted:
-        what = {"data_set": "data set", "uri": "list"}.get(group.kind, f"file like {config.only}")
-        return f"{folder}: its {what} was not fetched yet{about}", [], False
-    try:
-        seen = [(one, memory.look(one, again=config.verify)) for one in wanted]
-    except OSError as error:
-        raise Refused(f"to: {folder} cannot be read: {error}. Check its permissions.") from error
-    order = ("wrong", "missing", "unread", "there")
-    seen.sort(key=lambda entry: order.index(entry[1].state))
-    there = [one.name for one, found in seen if found.state in ("there", "unread")]
-    num_wrong = sum(found.state == "wrong" for _, found in seen)
-    gib = sum((folder / name).stat().st_size for name in there) / 2**30
-    damaged = f", {num_wrong} wrong" if num_wrong else ""
-    lines = []
-    for one, found in seen if in_full else seen[:num_wrong]:
-        size = "size not known" if one.bytes is None else f"{one.bytes:,} bytes"
-        bare = "" if one.digest or "digest" in found.text else ", digest not published"
-        lines.append(f"{one.name}: {found.text}, {size}{bare}")
-    state = f"{folder}: {len(there)} of {len(wanted)} files, {gib:,.3g} GiB{damaged}{about}"
-    return state, _some(lines), bool(num_wrong)
 
 
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    words, config, problems = read_words(argv, DownloadsConfig, check)
+    words, config, problems = read_words(argv, DownloadsConfig)
     if config is None:
         return 0
     is_list, names = words[:1] == [LIST], [word for word in words if word != LIST]
@@ -274,24 +342,18 @@ def main(argv: Sequence[str]) -> int:
         problems.append("command line: a GROUP has to be given, or list. python -m prepare.downloads list shows them.")
     if config.verify and not is_list:
         problems.append("verify: is of list alone, since what is fetched is compared. Leave it out.")
-    if not problems:  # with some, the keys are the default ones
-        try:
-            manifest = read_manifest(Path(config.manifest) if config.manifest else MANIFEST)
-            chosen = choose(names, manifest) if names else list(manifest)
-        except ConfigError as error:
-            problems += error.problems
     if not is_list and (text := unwritable(config.to)):
         problems.append(f"to: {shown(text, 500)}")
     if problems:
         raise ConfigError(problems)
+    manifest = read_manifest(Path(config.manifest) if config.manifest else MANIFEST)
+    chosen = choose(names, manifest) if names else list(manifest)
     if is_list:
         return show(chosen, manifest, config, in_full=bool(names))
     try:
         return fetch(chosen, manifest, config)
     except OSError as error:
-        raise Failed(
-            f"to: {config.to} cannot be written: {error}. What has come stays; make room, and start again."
-        ) from error
+        raise Failed(f"to: {config.to} cannot be written: {error}. {GO_ON}.") from error
 
 
 if __name__ == "__main__":

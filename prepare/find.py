@@ -135,14 +135,12 @@ def _in_store(address: str, copies: Path) -> list[Source]:
     objects, prefix = list_objects(address), f"{address.rstrip('/')}/"
     if len(objects) == 1 and objects[0].address == address:
         return _of_object(objects[0], copies)
-    for depth in (0, 1):
+    kinds = [(0, TAR_SUFFIXES), *((depth, suffix) for depth in (0, 1) for suffix in (*COLUMNAR, *LINES))]
+    for depth, suffixes in kinds:
         level = [one for one in objects if one.address.removeprefix(prefix).count("/") == depth]
-        for suffixes in (TAR_SUFFIXES, *COLUMNAR, *LINES):
-            if suffixes == TAR_SUFFIXES and depth:
-                continue
-            if fitting := [one for one in level if one.address.endswith(suffixes)]:
-                one_split([one.address.removeprefix(prefix) for one in fitting], address)
-                return [source for one in fitting for source in _of_object(one, copies)]
+        if fitting := [one for one in level if one.address.endswith(suffixes)]:
+            one_split([one.address.removeprefix(prefix) for one in fitting], address)
+            return [source for one in fitting for source in _of_object(one, copies)]
     possible = "s3://BUCKET/FILE or a prefix with tars, Parquet or Arrow files, CSV files, JSON lines"
     raise ValueError(f"{address}: holds neither tars nor tables. Possible: {possible}.")
 

@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         elif kind == "forbidden":
             self.send(b"", 403)
         elif kind == "no_use":
-            self.send(picture(number), X_Robots_Tag=("noai", "none", "otherbot: all, img2dataset: noai")[number % 3])
+            self.send(picture(number), X_Robots_Tag=("noai", "none", "img2dataset: noai")[number % 3])
         elif kind == "cut":
             self.send(picture(number)[:-100], length=len(picture(number)))
             self.close_connection = True

@@ -15,7 +15,7 @@ import export
 from cli.files import open_regular, read_json, read_regular
 from evaluation.prompts import read_prompts
 from evaluation.score_table import read_rows
-from prepare import coco_subset
+from prepare import coco
 from record.config_file import CONFIG, LATER, masked_text, read_config
 from record.files import ALL, check_record, evaluations_of, lost_history, read_summary
 from record.films import read_mp4
@@ -140,7 +140,7 @@ def test_a_command_of_such_a_file_is_refused(what, name, words, tmp_path, monkey
 
 @pytest.mark.parametrize("what", ODD)
 def test_prompts_and_captions_are_files(what, tmp_path):
-    for name, read in {"a.tsv": lambda path: read_prompts(str(path)), "a.json": coco_subset._content}.items():
+    for name, read in {"a.tsv": lambda path: read_prompts(str(path)), "a.json": coco.read_annotations}.items():
         path = tmp_path / name
         ODD[what][0](path)
         with pytest.raises(ValueError, match=f"{name}.* cannot be read: it "):

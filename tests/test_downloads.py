@@ -21,9 +21,9 @@ from hub_server import TOKEN
 
 from cli.errors import ConfigError
 from evaluation.inception import PUBLISHED_FILE, PUBLISHED_SHA1
-from prepare import coco, downloads, hub_files
-from prepare.manifest import MANIFEST, Group, choose, list_urls, read_address, read_list, read_manifest, wanted_of
-from prepare.wanted import DIGITS, wanted_problem
+from prepare import coco, downloads
+from prepare.downloads import MANIFEST, Group, choose, list_urls, read_list, read_manifest
+from prepare.transfer import DIGITS
 from weights.hub_names import WELL_KNOWN
 from zoo import load_family
 
@@ -40,20 +40,20 @@ def md5(content: bytes) -> str:
 
 def test_every_file_of_the_manifest_has_a_name_addresses_and_a_digest_or_null():
     for name, group in GROUPS.items():
-        files = wanted_of(group)
-        assert (group.kind == "files") == bool(files) and [wanted_problem(one) for one in files] == [None] * len(files)
+        files = group.wanted()
+        assert (group.kind == "files") == bool(files) and [one.problem() for one in files] == [None] * len(files)
         assert group.kind == "groups" or group.model or group.source, name
         hosts = {url.split("/")[2] for one in files for url in one.urls}
         assert all(url.startswith("https://") for one in files for url in one.urls[:1])
         assert not any("@" in host for host in hosts) and all(len(set(one.urls)) == len(one.urls) for one in files)
-    known = {one.digest.partition(":")[0] for group in GROUPS.values() for one in wanted_of(group) if one.digest}
-    assert known <= set(DIGITS) and len(wanted_of(GROUPS["laion"])) == 32
-    bare = {one.name for name, group in GROUPS.items() if name != "laion" for one in wanted_of(group) if not one.digest}
+    known = {one.digest.partition(":")[0] for group in GROUPS.values() for one in group.wanted() if one.digest}
+    assert known <= set(DIGITS) and len(GROUPS["laion"].wanted()) == 32
+    bare = {one.name for name, group in GROUPS.items() if name != "laion" for one in group.wanted() if not one.digest}
     assert bare == {"open_clip_config.json"}
 
 
 def test_the_manifest_agrees_with_what_the_code_says_of_the_same_files():
-    [inception] = wanted_of(GROUPS["inception"])
+    [inception] = GROUPS["inception"].wanted()
     assert (inception.name, inception.digest) == (PUBLISHED_FILE, f"sha1:{PUBLISHED_SHA1}")
     assert PUBLISHED_FILE.removesuffix(".pth").rpartition("-")[2] == "6726825d"
     for group in GROUPS.values():
@@ -65,7 +65,7 @@ def test_the_manifest_agrees_with_what_the_code_says_of_the_same_files():
 
 
 def test_the_groups_have_the_files_that_the_recipes_name():
-    there = {f"{group.folder}/{one.name}" for group in GROUPS.values() for one in wanted_of(group)}
+    there = {f"{group.folder}/{one.name}" for group in GROUPS.values() for one in group.wanted()}
     named = set()
     for path in (ROOT / "yamls").glob("*.yaml"):
         config = yaml.safe_load(path.read_text())
@@ -77,7 +77,7 @@ def test_the_groups_have_the_files_that_the_recipes_name():
 
 
 def test_the_files_of_coco_and_laion_are_those_of_their_own_commands():
-    [annotations, images] = wanted_of(GROUPS["coco"])
+    [annotations, images] = GROUPS["coco"].wanted()
     for own, key in ((annotations, "annotations"), (images, "images")):
         assert (own.name, own.digest) == (coco.ZIPS[key].name, coco.ZIPS[key].digest)
         assert set(coco.ZIPS[key].urls) <= set(own.urls)
@@ -85,7 +85,7 @@ def test_the_files_of_coco_and_laion_are_those_of_their_own_commands():
     for path in (ROOT / "yamls" / "prepare").glob("laion*.yaml"):
         config = yaml.safe_load(path.read_text())
         urls = [config["metadata"]["urls"].format(part=n) for n in range(config["metadata"]["num_parts"])]
-        assert [one.urls for one in wanted_of(GROUPS["laion"])] == [(url,) for url in urls]
+        assert [one.urls for one in GROUPS["laion"].wanted()] == [(url,) for url in urls]
     first = yaml.safe_load((ROOT / "yamls" / "prepare" / "laion.yaml").read_text())
     assert GROUPS["laion"].folder == f"{first['folder']}/metadata"
 
@@ -104,7 +104,7 @@ def test_the_page_names_each_group_and_the_manifest_has_no_key():
     assert [name for name in GROUPS if f"`{name}`" not in section] == []
     text = MANIFEST.read_text()
     assert not re.search(r"access_key|secret|password|token=|Signature", text, re.I)
-    digests = {(one.digest or "").partition(":")[2] for group in GROUPS.values() for one in wanted_of(group)}
+    digests = {(one.digest or "").partition(":")[2] for group in GROUPS.values() for one in group.wanted()}
     commits = set(re.findall(r"/resolve/([0-9a-f]{40})/", text))
     assert set(re.findall(r"\b[0-9a-f]{32,}\b", text)) <= digests | commits
 
@@ -119,15 +119,11 @@ def test_a_name_stands_for_groups_each_once_and_a_wrong_one_is_told_with_the_nea
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("[1, 2]", "it has no groups. Give a YAML file as downloads.yaml."),
-        ("a: [", "cannot be read: "),
-        ("list: {about: x, folder: a, uri: b}", "list: is no name of a group."),
-        ("a: 3", "a: is no group. Possible: about, folder, files, ..., as keys."),
-        ("a: {about: x}", "a: has nothing. Give one of files, uri or data_set with folder, model "),
-        ("a: {about: x, folder: f, uri: u, model: m}", "a: has uri, model. Give one of files, "),
-        ("a: {about: x, uri: u}", "a: has uri. Give one of files, uri or data_set with folder"),
-        ("a: {about: x, folder: ../b, uri: u}", "a: its folder ../b is not one inside another. Give a relative path."),
-        ("a: {about: x, model: m}", "a: has model. Give one of files, uri or data_set with folder, model with family and "),
+        ("[1, 2]", "Give a YAML file as downloads.yaml."),
+        ("a: [", "Give a YAML file as downloads.yaml."),
+        ("a: 3", "a: "),
+        ("a: {about: x}", "a: has nothing. Give one of files, uri, model, data_set, groups, and a relative folder."),
+        ("a: {about: x, folder: ../b, uri: u}", "a: has uri. Give one of files, "),
         ("a: {about: x, groups: [b]}", "a: names no group: b."),
         ("a: {about: x, folder: f, files: [{name: n, urls: ['http://x/n'], digest: 'md5:1'}]}", "a: n: its digest is md5:1."),
         ("a: {about: x, folder: f, files: [{name: ../n, urls: ['http://x/n']}]}", "a: ../n: is no path inside a folder."),
@@ -148,7 +144,7 @@ def test_a_manifest_with_a_fault_is_refused(tmp_path, capsys, given, said):
 
 def test_a_list_is_read_as_its_own_downloader_reads_it():
     text = f"{md5(b'1')}  ./b/00001.tar\n\n{md5(b'0')} *00000.tar\n{md5(b'2')}  with space.tar\n"
-    files, _ = read_list(text, read_address("https://host/folder/\n", "X"), "X.md5")
+    files = read_list("https://host/folder/\n", text, "X.md5")
     assert [(one.name, one.urls, one.digest) for one in files] == [
         ("00000.tar", ("https://host/folder/00000.tar",), f"md5:{md5(b'0')}"),
         ("b/00001.tar", ("https://host/folder/b/00001.tar",), f"md5:{md5(b'1')}"),
@@ -160,22 +156,20 @@ def test_a_list_is_read_as_its_own_downloader_reads_it():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("base", "text", "said"),
     [
-        ("<html>\n", "X.md5, line 1: is not an MD5 and a name, but '<html>'"),
-        (f"{md5(b'')}  ../../etc/passwd", "X.md5, line 1: ../../etc/passwd: is no path inside a folder."),
-        (f"{md5(b'')}  /etc/passwd", "X.md5, line 1: /etc/passwd: is no path inside a folder."),
-        (f"{md5(b'')}\n", "X.md5, line 1: is not an MD5 and a name, but "),
-        ("\n", "X.md5 names no file"),
+        ("https://host", "<html>\n", "X.md5 is no list of MLCommons', but begins "),
+        ("https://host", f"{md5(b'')}  ../../etc/passwd", "X.md5: ../../etc/passwd: is no path inside a folder."),
+        ("https://host", f"{md5(b'')}  /etc/passwd", "X.md5: /etc/passwd: is no path inside a folder."),
+        ("https://host", f"{md5(b'')}\n", "X.md5 is no list "),
+        ("https://host", "\n", "X.md5 is no list "),
+        ("<html> <p>", f"{md5(b'')}  a", "X.md5 is no list of MLCommons', but begins '<html> <p>"),
     ],
 )  # fmt: skip
-def test_a_list_that_is_none_is_refused(text, said):
+def test_a_list_that_is_none_is_refused(base, text, said):
     with pytest.raises(ValueError) as error:
-        read_list(text, "https://host", "X.md5")
+        read_list(base, text, "X.md5")
     assert str(error.value).startswith(said)
-    with pytest.raises(ValueError) as error:
-        read_address("<html> <p>", "X.uri")
-    assert str(error.value) == "X.uri is not one address, but begins '<html> <p>'"
 
 
 @pytest.fixture
@@ -208,7 +202,7 @@ def published(web: Web, tmp_path: Path, monkeypatch) -> Callable[..., int]:  # n
     }
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(manifest, sort_keys=False))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr("prepare.manifest.LISTS_COPY", web.url("nowhere"))
+    monkeypatch.setattr("prepare.downloads.LISTS_COPY", web.url("nowhere"))
 
     def run(*words: str) -> int:
         return downloads.main([*words, f"to={tmp_path}/to", f"manifest={tmp_path}/own.yaml", "tries=1"])
@@ -226,7 +220,7 @@ def test_groups_are_fetched_one_fault_holds_up_no_other_and_the_same_command_end
     to = tmp_path / "to"
     assert published("all") == 1
     said = capsys.readouterr()
-    assert f"one: 1 file is in {to}/weights" in said.out and f"tars: 12 files are in {to}/data/tars" in said.out
+    assert f"one: 1 files are in {to}/weights" in said.out and f"tars: 12 files are in {to}/data/tars" in said.out
     assert f"gated: {to}/weights/gated.bin: {web.url('gated.bin')}: HTTP 403 (Forbidden)" in said.err
     assert (
         "gated: Gated: accept its terms at https://host/terms, and set HF_TOKEN to a token of that account." in said.err
@@ -237,49 +231,32 @@ def test_groups_are_fetched_one_fault_holds_up_no_other_and_the_same_command_end
     monkeypatch.setenv("HF_TOKEN", "secret")
     web.asked.clear()
     assert published("all") == 0 and (to / "weights/gated.bin").read_bytes() == CONTENT["00001.tar"]
-    assert [name for name, _ in web.asked] == ["gated.bin", "metadata/tars.uri", "metadata/tars.md5"]
+    assert sorted(name for name, _ in web.asked) == ["gated.bin", "metadata/tars.md5", "metadata/tars.uri"]
 
 
 def test_the_list_asks_nobody_and_says_what_is_there_missing_and_wrong(published, web, tmp_path, capsys):  # noqa: F811
     folder = tmp_path / "to" / "data" / "tars"
     assert published("list") == 0 and web.asked == []
     said = capsys.readouterr().out
-    assert f"tars   {folder}: its list was not fetched yet, about 0.004 GB; tars\n" in said
-    assert f"one    {tmp_path}/to/weights: 0 of 1 files, 0 GiB; one\n" in said
+    assert f"tars   {folder}: 0 of an unknown number of files, 0 wrong, about 0.004 GB; tars\n" in said
+    assert f"one    {tmp_path}/to/weights: 0 of 1 files, 0 wrong; one\n" in said
     assert "all    stands for one, gated, tars; all\n" in said
     assert published("tars", "only=0000[0-4].tar") == 0
     web.asked.clear()
     assert published("list", "tars") == 0 and web.asked == []
     said = capsys.readouterr().out
-    assert f"tars  {folder}: 5 of 12 files, " in said and said.count(": missing, size not known\n") == 7
-    assert said.count(": there, digest compared, size not known\n") == 5
-    (folder / "00003.tar").write_bytes(b"short")
+    assert f"tars  {folder}: 5 of 12 files, 0 wrong" in said
+    assert said.count(": missing\n") == 7 and said.count(": there\n") == 5
     (folder / "00004.tar").write_bytes(CONTENT["00004.tar"][::-1])
-    assert published("list", "tars", "only=0000[0-4].tar") == 0
-    assert capsys.readouterr().out.count(": there, digest not compared yet, size not known\n") == 2
     assert published("list", "tars", "verify=true") == 1
     said = capsys.readouterr().out
-    assert "3 of 12 files, 0.000838 GiB, 2 wrong, about 0.004 GB; tars\n" in said
+    assert "4 of 12 files, 1 wrong, about 0.004 GB; tars\n" in said
     found, right = md5(CONTENT["00004.tar"][::-1]), md5(CONTENT["00004.tar"])
-    assert f"  00004.tar: its md5 is {found}, {right} is wanted, size not known\n" in said
-    assert published("tars") == 0 and (folder / "00004.tar").read_bytes() == CONTENT["00004.tar"]
+    assert f"  00004.tar: its md5 is {found}, {right} is wanted\n" in said
     assert published("list", "one", "gated") == 0
     said = capsys.readouterr().out
-    assert "    one.bin: missing, 300,000 bytes\n" in said and "    source: this test\n" in said
-    assert "    gated.bin: missing, size not known, digest not published\n" in said
+    assert "    one.bin: missing\n" in said and "    source: this test\n" in said
     assert "    Gated: accept its terms at https://host/terms, and set HF_TOKEN to a token of that account.\n" in said
-
-
-def test_a_copy_is_asked_first_and_its_faults_do_no_harm(published, web, tmp_path, capsys):  # noqa: F811
-    copy = tmp_path / "copy"
-    (copy / "data" / "tars").mkdir(parents=True)
-    (copy / "weights").mkdir()
-    (copy / "weights" / "one.bin").write_bytes(b"x" * 300_000)  # of the right size
-    for name in list(CONTENT)[:5]:
-        (copy / "data" / "tars" / name).write_bytes(CONTENT[name])
-    assert published("tars", "one", f"mirror=file://{copy}") == 0
-    assert (tmp_path / "to/weights/one.bin").read_bytes() == CONTENT["00000.tar"]
-    assert len([name for name, _ in web.asked if name.startswith("set/")]) == 7
 
 
 @pytest.mark.parametrize(
@@ -287,9 +264,9 @@ def test_a_copy_is_asked_first_and_its_faults_do_no_harm(published, web, tmp_pat
     [
         ("metadata/tars.md5", None, "tars: its list is not available: {url}: HTTP 404 (Not Found)"),
         ("metadata/tars.md5", b"<!DOCTYPE html><p>Log in", "tars: its list is not available: {url}: is a web page"),
-        ("metadata/tars.md5", b"\xff\xfe\x00", "tars: its list, {url}, is no text"),
-        ("metadata/tars.md5", b"{}", "tars: {url}, line 1: is not an MD5 and a name, but '{{}}'. Look at that address"),
-        ("metadata/tars.uri", b"s3://bucket", "tars: {url} is not one address, but begins 's3://bucket'. Look at that"),
+        ("metadata/tars.md5", b"\xff\xfe\x00", "tars: {url} is no list of MLCommons'"),
+        ("metadata/tars.md5", b"{}", "tars: {url} is no list of MLCommons'"),
+        ("metadata/tars.uri", b"s3://bucket", ".md5 is no list of MLCommons', but begins 's3://bucket "),
     ],
 )
 def test_a_list_that_cannot_be_had_is_told(published, web, capsys, name, content, said):  # noqa: F811
@@ -308,11 +285,10 @@ def test_a_list_that_cannot_be_had_is_told(published, web, capsys, name, content
     [
         (["sd3"], "GROUP: there is no sd3. Nearest: sd2. Possible: "),
         (["sd2", "verify=true"], "verify: is of list alone, since what is fetched is compared. Leave it out."),
-        (["sd2", "mirror=/mnt"], "mirror: /mnt is no address. Possible: http://, https:// and file://, as file:///mnt/copy."),
         (["sd2", "to=/dev/null/x"], "to: /dev/null/x cannot be written: "),
         (["at_once=4"], "command line: a GROUP has to be given, or list. python -m prepare.downloads list shows them."),
         (["sd2", "at_once=0"], "command line: at_once is 0. Possible: 1 to 64."),
-        (["list", "manifest=/none.yaml"], "manifest: /none.yaml cannot be read: No such file or directory. Give a YAML "),
+        (["list", "manifest=/none.yaml"], "manifest: /none.yaml: No such file or directory. Give a YAML "),
     ],
 )  # fmt: skip
 def test_a_command_line_with_a_fault_starts_nothing(capsys, words, said):
@@ -372,7 +348,7 @@ def came(folder: Path) -> int:
 def files_that_are_read(group: Group) -> dict[str, bytes]:
     """Files with the names of those that a group's family reads."""
     names: set[str] = set()
-    for _, need in hub_files.needs_of(group).values():
+    for _, need in downloads.needs_of(group).values():
         for folder, (stem, _) in need.networks:
             names |= {f"{folder}/config.json", f"{folder}/{stem}.safetensors"}
         names |= {*(f"{folder}/vocab.json" for folder in need.whole), *need.more}
@@ -384,7 +360,7 @@ def test_a_model_goes_into_the_hubs_cache_by_the_files_that_its_family_reads(hub
     group = GROUPS["zoo_sd2"]
     hub.add(group.model, {"README.md": b"-", "v2-full.ckpt": b"unused", **files_that_are_read(group)})
     assert downloads.main(["list"]) == 0
-    assert f"{group.model}: nothing is in the hub's cache {tmp_path}/cache; " in capsys.readouterr().out
+    assert f"{tmp_path}/cache/models--{group.model.replace('/', '--')}: not here; " in capsys.readouterr().out
     assert downloads.main(["list", "zoo_sd2"]) == 0
     assert "model.weights and model.denoiser: not all is in the hub's cache" in capsys.readouterr().out
     assert hub.asked == []
@@ -392,9 +368,9 @@ def test_a_model_goes_into_the_hubs_cache_by_the_files_that_its_family_reads(hub
     assert sorted(hub.sent) == sorted(files_that_are_read(group))
     asked = len(hub.asked)
     assert downloads.main(["list", "zoo_sd2"]) == 0
-    assert f"{group.model}: all is in the hub's cache {tmp_path}/cache" in capsys.readouterr().out
+    assert "all is in the hub's cache" in capsys.readouterr().out
     assert downloads.main(["list"]) == 0
-    assert f"{group.model}: is begun or there in the hub's cache {tmp_path}/cache; " in capsys.readouterr().out
+    assert ": begun or there; " in capsys.readouterr().out
     assert len(hub.asked) == asked
 
 
@@ -403,7 +379,7 @@ def test_a_gated_model_says_where_its_terms_are_and_where_a_token_goes(hub, tmp_
     hub.add(group.model, files_that_are_read(group))
     hub.models[group.model].is_gated = True
     assert downloads.main(["zoo_flux", f"to={tmp_path}"]) == 1
-    said = f"Accept its terms at {hub.address}/{group.model}, and log in: hf auth login, or set HF_TOKEN."
+    said = f"Accept its terms at {hub.address}/{group.model}, and log in: hf auth login, or set HF_TOKEN, with"
     assert said in capsys.readouterr().err
     assert downloads.main(["list", "zoo_flux"]) == 0
     assert f"Gated: accept its terms at {group.gated}, and set HF_TOKEN" in capsys.readouterr().out
@@ -415,34 +391,20 @@ def test_a_data_set_goes_into_its_folder_with_every_digest_compared(hub, tmp_pat
     films = {"videos/1.bin": b"film one" * 999, "videos/2.bin": b"film two" * 999, "prompts.txt": b"one\ntwo\n"}
     hub.add(group.data_set, films, revision=group.revision)
     assert downloads.main(["list", "zoo_films", f"to={to}"]) == 0
-    assert f"{folder}: its data set was not fetched yet" in capsys.readouterr().out and hub.asked == []
+    assert f"{folder}: not here" in capsys.readouterr().out and hub.asked == []
     hub.damaged["videos/2.bin"] = 1
-    assert downloads.main(["zoo_films", f"to={to}"]) == 0
+    assert downloads.main(["zoo_films", f"to={to}"]) == 1
     said = capsys.readouterr()
-    assert f"zoo_films: 3 files are in {folder}" in said.out
     assert (
-        f"{folder}/videos/2.bin: has another digest than at {hub.address.partition('://')[2]}: fetched again."
-        in said.err
+        f"{folder}/videos/2.bin did not have the digest that {hub.address[7:]} states. Removed: start again" in said.err
     )
+    assert downloads.main(["zoo_films", f"to={to}"]) == 0
+    assert f"zoo_films: 3 files are in {folder}" in capsys.readouterr().out
     assert {name: (folder / name).read_bytes() for name in films} == films
-    asked = len(hub.asked)
-    assert downloads.main(["list", "zoo_films", f"to={to}", "verify=true"]) == 0 and len(hub.asked) == asked
-    assert f"{folder}: 3 of 3 files" in capsys.readouterr().out
-    (folder / "prompts.txt").write_bytes(b"one\nTWO\n")
-    assert downloads.main(["list", "zoo_films", f"to={to}", "verify=true"]) == 1
-    assert "prompts.txt: its git is " in capsys.readouterr().out
-    hub.damaged["prompts.txt"] = 9
-    assert downloads.main(["zoo_films", f"to={to}"]) == 1
-    assert "twice. Look for what changes files on their way (a proxy), and start again" in capsys.readouterr().err
     hub.models[group.data_set].is_gated = True
-    (folder / "prompts.txt").unlink(missing_ok=True)
-    hub.damaged.clear()
+    (folder / "prompts.txt").unlink()
     assert downloads.main(["zoo_films", f"to={to}"]) == 1
-    assert f"is gated. Accept its terms at {hub.address}/datasets/{group.data_set}" in capsys.readouterr().err
+    assert f"accept its terms at {hub.address}/datasets/{group.data_set}" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert (
-        downloads.main(["zoo_films", f"to={to}"]) == 0 and (folder / "prompts.txt").read_bytes() == films["prompts.txt"]
-    )
-    hub.models.clear()
-    assert downloads.main(["zoo_films", f"to={to}"]) == 1
-    assert "has no such data set that you may see." in capsys.readouterr().err
+    assert downloads.main(["zoo_films", f"to={to}"]) == 0
+    assert (folder / "prompts.txt").read_bytes() == films["prompts.txt"]

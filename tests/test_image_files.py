@@ -14,8 +14,8 @@ from conftest import picture
 from PIL import Image, ImageCms
 
 from evaluation.image_folder import list_images, read_image
-from prepare.coco_images import resized
-from prepare.laion.resizer import readable_by_opencv
+from prepare.coco import resized
+from prepare.laion.images import readable_by_opencv
 from prepare.look import look_at
 from stages.image_files import FORMATS, IMAGE_SUFFIXES, MAX_PIXELS, format_of, open_image
 from stages.images import SampleError, decode_image

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 
 import pytest
 from internet import internet
 from test_laion import QUICK, arrow, call, folder, left, parquet, write
 
-from prepare.laion import account, images
+from prepare.laion import command, images
 from prepare.laion.config import LaionConfig, MetadataConfig, check
-from prepare.places import Folder
 
 __all__ = ["folder"]
 
@@ -58,28 +56,21 @@ def test_numbers_of_each_type_are_compared(folder, kind):
     assert [row["URL"] for row in left(folder)] == ["v"]
 
 
-def test_columns_that_are_there_twice_or_serve_two_ends_are_refused(folder, capsys):
+def test_columns_that_are_there_twice_are_refused(folder, capsys):
     names, columns = ["URL", "URL", "TEXT", "x", "x"], [arrow.array(["u"])] * 5
     parquet.write_table(arrow.Table.from_arrays(columns, names=names), folder / "metadata/a.parquet")
     assert call("filter", f"folder={folder}", "filter.unique=x") == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("filter.url: ") and "has more than one column URL. Give another column" in first
-    assert second.startswith("filter.unique: ") and "has more than one column x. Give another column" in second
-    write(folder, "a", URL=["u"], TEXT=["a"])
-    assert call("filter", f"folder={folder}", "filter.caption=URL") == 2
-    assert "URL of " in (said := capsys.readouterr().err) and "is the column of the URLs too" in said
+    assert "has no column for url, or more than one: " in first and "has no column for unique, " in second
 
 
-def test_names_of_parts(folder, capsys):
+def test_parts_that_are_not_there_are_refused(folder, capsys):
     write(folder, "a.parquet", URL=["u"], TEXT=["a"])
     assert call("filter", f"folder={folder}") == 0
     assert capsys.readouterr().out.startswith("filter: 1 rows, 1 left")
-    write(folder, "plan", URL=["u"], TEXT=["a"])
     (folder / "metadata/b.parquet").symlink_to(folder / "nothing")
     assert call("filter", f"folder={folder}") == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert "b.parquet: cannot be read: " in first
-    assert "plan.parquet: the stage has a file plan.json of its own. Give it another name." in second
+    assert "b.parquet" in capsys.readouterr().err
 
 
 def test_metadata_that_are_removed_in_part_leave_the_filtered_rows_whole(folder, capsys):
@@ -88,7 +79,7 @@ def test_metadata_that_are_removed_in_part_leave_the_filtered_rows_whole(folder,
         write(folder, name, URL=[f"http://127.0.0.1:1/{name}"] * 2, TEXT=["a"] * 2)
     assert call("filter", f"folder={folder}") == 0
     (folder / "metadata/a.parquet").unlink()
-    assert account.of_filter(LaionConfig(folder=str(folder))).rows == 6
+    assert command.of_filter(LaionConfig(folder=str(folder))).rows == 6
     for path in (folder / "metadata").iterdir():
         path.unlink()
     (folder / "filtered/b.json").unlink()
@@ -122,21 +113,14 @@ def test_where_all_hosts_are_dead_a_part_is_not_kept_unless_that_is_wanted(folde
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ("HTTP Error 404: \x1b[31mWe lost number 7", "HTTP Error 404: Not Found"),
-        ("HTTP Error 799: x", "HTTP Error 799: unknown"),
-        (
-            "HTTP Error 302: The HTTP server returned a redirect error that would lead to an infinite loop.\nThe last...",
-            "redirected without an end",
-        ),
-        ("HTTP Error 302: Found - Redirection to url 'file:///x' is not allowed", "redirected to no web address"),
+        ("HTTP Error 404: \x1b[31mWe lost number 7", "HTTP Error 404"),
+        ("HTTP Error 302: Found - Redirection to url 'file:///x' is not allowed", "HTTP Error 302"),
+        ("[Errno 111] Connection refused", "Connection refused"),
         (
             "'ascii' codec can't encode characters in position 13-15: ordinal not in range(128)",
-            "... codec can't encode characters in position ...: ordinal not in range(128)",
+            "codec can't encode characters in : ordinal not in range",
         ),
-        (
-            "URL can't contain control characters. '/picture/1 2' (found at least ' ')",
-            "URL can't contain control characters. ... (found at least ...)",
-        ),
+        ("IncompleteRead(17 bytes read, 100 more expected)", "IncompleteRead"),
         ("<urlopen error \x1b[2Jno>", "[2Jno"),
     ],
 )
@@ -173,29 +157,11 @@ def test_pictures_whose_hosts_opt_out_are_left(folder, capsys):
     assert said in capsys.readouterr().out
 
 
-def test_the_account_has_a_bounded_number_of_reasons(tmp_path):
-    place = Folder(str(tmp_path))
-    for name in ("00000", "00001"):
-        left_out = {f"reason {name} {number}": 2 for number in range(images.MAX_REASONS)} | {images.OTHERS: 5}
-        content = {"rows": 100, "kept": 35, "bytes": 1, "left_out": left_out}
-        place.put_bytes(f"{name}.json", json.dumps(content).encode())
-    found = images.account_of(place, ["00000", "00001"])
-    assert len(found["left_out"]) == images.MAX_REASONS + 1 and sum(found["left_out"].values()) == 130
-    assert found["left_out"][images.OTHERS] == 10 + 2 * images.MAX_REASONS
-
-
-def test_a_stage_that_was_removed_to_make_room_is_no_error_of_the_account(folder, capsys):
-    with internet(folder) as hosts:
-        urls = [f"{hosts.address}/{kind}/{number}" for number, kind in enumerate(["picture", "missing", "picture"])]
-        write(folder, "a", URL=urls, TEXT=["a"] * 3)
-        keys = [f"folder={folder}", "images.allow_private=true", "workers=1"]
-        assert call("filter", *keys) == 0 and call("images", *keys) == 0 and call("shards", *keys) == 0
-    for path in (folder / "tars").iterdir():
-        path.unlink()
-    capsys.readouterr()
-    assert call("account", *keys) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "images: removed, or made anew; what it has left out is not known"
+def test_the_account_shows_a_bounded_number_of_reasons():
+    found = str(command.Account("images", 100, 0, {f"reason {number}": 2 for number in range(50)}))
+    assert found.count(" 2") >= command.MAX_REASONS and found.endswith(
+        f", other reasons {100 - 2 * command.MAX_REASONS}"
+    )
 
 
 def test_damaged_files_of_a_stage_are_named(folder, capsys):
@@ -219,11 +185,12 @@ def test_an_address_that_is_none_of_parts_is_refused(urls, num_parts):
 
 
 def test_addresses_whose_parts_have_one_name_or_are_on_no_host_are_refused(folder, capsys):
-    urls = "http://a/{part}/data.parquet"
-    [problem] = check(LaionConfig(folder="a", metadata=MetadataConfig(urls=urls)))
-    assert problem.text.startswith(f"metadata.urls: {urls} has no number of a part in its last name.")
-    assert call("metadata", f"folder={folder}", "metadata.urls=ftp://a/{part}.parquet") == 2
-    assert "metadata.urls: 0.parquet: its addresses are " in capsys.readouterr().err
+    for urls, said in (
+        ("http://a/{part}/data.parquet", "is wanted twice"),
+        ("ftp://a/{part}.parquet", "its addresses are "),
+    ):
+        assert call("metadata", f"folder={folder}", f"metadata.urls={urls}") == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_disk_that_takes_no_more_ends_with_a_line_and_the_same_command_goes_on(folder, capsys):

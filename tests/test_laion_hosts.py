@@ -1,4 +1,4 @@
-"""Hosts that are not asked for a picture, and answers that forbid its use."""
+"""Hosts that are not asked for a picture, however a table names them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from fault_server import Web, serving, web  # noqa: F401
 
-from prepare.laion import bounded, hosts
+from prepare.laion import hosts
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def opener(monkeypatch) -> Iterator[None]:
 
 def get(url: str, *, allow_private: bool = False) -> bytes:
     """Ask for a URL as img2dataset does. Raises OSError."""
-    bounded.install(2**20, 20.0, allow_private=allow_private)
+    hosts.install(2**20, 20.0, allow_private=allow_private)
     with urllib.request.urlopen(url, timeout=10) as answer:
         return answer.read()
 
@@ -138,50 +138,3 @@ def test_behind_a_proxy_the_host_is_checked_and_not_the_proxy(web, names, monkey
         assert hosts.NOT_PUBLIC in refusal(f"http://{host}/a.jpg")
     monkeypatch.setenv("https_proxy", web.url(""))
     assert hosts.NOT_PUBLIC in refusal("https://169.254.169.254/a.jpg") and len(web.asked) == 2
-
-
-# --- opt-outs ---
-
-
-@pytest.mark.parametrize(
-    ("values", "is_forbidden"),
-    [
-        ([], False),
-        (["noai"], True),
-        (["none"], True),
-        (["NOAI"], True),
-        ([" NoImageAI , nofollow"], True),
-        (["nofollow", "noindex"], True),
-        (["noimageindex"], True),
-        (["img2dataset: noai"], True),
-        (["IMG2DATASET:None"], True),
-        (["img2dataset/1.0: noai"], True),
-        (["*: noai"], True),
-        (["otherbot: noai"], False),
-        (["otherbot: noai, img2dataset: noindex"], True),
-        (["otherbot: noai, img2dataset: all"], False),
-        (["otherbot: noai", "noai"], True),
-        (["noai, otherbot: all"], True),
-        (["otherbot: nofollow, noai"], False),
-        (["max-snippet: 5, noai"], True),
-        (["noarchive, max-image-preview:large, noai"], True),
-        (["img2dataset: max-image-preview: large, noai"], True),
-        (["unavailable_after: Wed, 25 Jun 2031 15:00:00 GMT, noai"], True),
-        (["unavailable_after: 2031-06-25T15:00:00Z"], False),
-        (["all"], False),
-        (["noarchive; noai"], True),
-        ([":::,,;: noaix, xnone"], False),
-        (["\xe4: noai, \xff"], False),
-    ],
-)
-def test_what_a_header_forbids(values, is_forbidden):
-    assert hosts.forbids_use(values) == is_forbidden
-
-
-def test_several_headers_of_an_answer_are_read_and_those_of_a_redirect_are_not(web):  # noqa: F811
-    web.put("one.jpg", b"picture", heads={"X-Robots-Tag": "noarchive", "x-robots-tag": "img2dataset: NoAI"})
-    web.put("moved", statuses=[302], heads={"Location": "/two.jpg", "X-Robots-Tag": "noindex"})
-    web.put("two.jpg", b"picture", heads={"X-Robots-Tag": "otherbot: noai"})
-    with pytest.raises(OSError, match=hosts.FORBIDDEN):
-        get(web.url("one.jpg"), allow_private=True)
-    assert get(web.url("moved"), allow_private=True) == b"picture"

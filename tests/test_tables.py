@@ -171,10 +171,10 @@ def test_a_cell_that_is_no_text_or_no_date_costs_its_row_or_is_null_and_no_other
 def test_a_time_out_of_range_in_a_table_of_urls_is_null_too(capsys):
     import pyarrow
 
-    from prepare.laion.images import _as_texts
+    from prepare.laion.images import _as_plain
 
     times = pyarrow.chunked_array([pyarrow.array([1, 10**12], pyarrow.timestamp("s"))])
-    assert _as_texts(times, "when").to_pylist() == ["1970-01-01 00:00:01", None]
+    assert _as_plain(times, "when").to_pylist() == ["1970-01-01 00:00:01", None]
     assert capsys.readouterr().err.startswith("metadata: 1 values of when have no Python value")
 
 

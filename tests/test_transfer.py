@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import hashlib
-import os
 import random
 import signal
 import subprocess
@@ -12,17 +11,18 @@ import sys
 import time
 from pathlib import Path
 
+import httpx2
 import pytest
 from conftest import ROOT
 from fault_server import serving, web  # noqa: F401
 
 from cli.errors import Failed, Refused
-from prepare import places, transfer, wanted
-from prepare.transfer import Outcome, fetch_all
-from prepare.wanted import Memory, Wanted, check_wanted
+from prepare import places, transfer
+from prepare.transfer import Wanted, check_wanted, fetch_all
 
 CONTENT = random.Random(27).randbytes(300_000)
 OTHER = random.Random(28).randbytes(300_000)
+NO_END = "is sent without a size, or compressed, and no digest says whether that is the file"
 QUICK = dict(wait_sec=0.01, timeout_sec=20.0)
 
 
@@ -34,16 +34,16 @@ def one(url: str, name: str = "a.bin", content: bytes = CONTENT, **more) -> Want
     return Wanted(name, (url,), **{"bytes": len(content), "digest": digest(content), **more})
 
 
-def get(folder: Path, *files: Wanted, **more) -> list[Outcome]:
+def get(folder: Path, *files: Wanted, **more) -> dict[str, str]:
     return fetch_all(files, folder, **{**QUICK, **more})
 
 
 def only(folder: Path, file: Wanted, **more) -> str | None:
     """Fetch one file, and return why it is not there."""
-    [outcome] = get(folder, file, **more)
+    failed = get(folder, file, **more)
     there = (folder / file.name).exists()
-    assert there == (outcome.reason is None) and not (there and (folder / ".work").exists())
-    return outcome.reason
+    assert there == (not failed) and not (there and (folder / ".work").exists())
+    return failed.get(file.name)
 
 
 # --- what arrives ---
@@ -55,11 +55,11 @@ def test_several_files_arrive_whole_and_are_not_fetched_again(web, tmp_path):  #
         content = CONTENT[number:]
         web.put(f"{number}.bin", content)
         files.append(one(web.url(f"{number}.bin"), f"of/{number % 3}/{number}.bin", content))
-    assert get(tmp_path, *files) == [Outcome(file.name, is_fetched=True) for file in files]
+    assert get(tmp_path, *files) == {}
     assert all((tmp_path / f"of/{n % 3}/{n}.bin").read_bytes() == CONTENT[n:] for n in range(9))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".digests", "of"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["of"]
     asked = len(web.asked)
-    assert get(tmp_path, *files) == [Outcome(file.name) for file in files] and len(web.asked) == asked
+    assert get(tmp_path, *files) == {} and len(web.asked) == asked
 
 
 @pytest.mark.parametrize("kind", ["sha256", "sha1", "sha512", "md5"])
@@ -82,14 +82,6 @@ def test_an_empty_file_and_one_of_which_nothing_is_known_arrive(web, tmp_path): 
     assert (tmp_path / "empty").read_bytes() == b"" and (tmp_path / "a.bin").read_bytes() == CONTENT
 
 
-def test_a_file_of_this_machine_is_an_address_too(tmp_path):
-    (tmp_path / "with space").write_bytes(CONTENT)
-    there = (tmp_path / "with space").as_uri()
-    assert only(tmp_path / "to", one(there)) is None and (tmp_path / "to/a.bin").read_bytes() == CONTENT
-    said = only(tmp_path / "to", one(f"file://{tmp_path}/none", "b"))
-    assert said == f"file://{tmp_path}/none: cannot be read (No such file or directory)"
-
-
 # --- going on ---
 
 
@@ -98,8 +90,6 @@ def test_cut_answers_are_continued_and_tries_that_bring_something_do_not_count(w
     assert only(tmp_path, one(web.url("a.bin")), tries=2) is None
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
     assert web.ranges("a.bin") == [None, *(f"bytes={30_000 * n}-" for n in range(1, 10))]
-    etag = web.files["a.bin"].etag
-    assert [heads.get("if-range") for _, heads in web.asked] == [None] + [etag] * 9
     assert {heads["accept-encoding"] for _, heads in web.asked} == {"identity"}
 
 
@@ -121,14 +111,12 @@ def test_a_server_that_ignores_ranges_sends_it_from_the_beginning(web, tmp_path)
     assert (tmp_path / "a.bin").read_bytes() == CONTENT and len(web.asked) == 3
 
 
-@pytest.mark.parametrize("is_honest", [True, False])
-def test_another_version_is_never_joined_to_the_first_one(web, tmp_path, is_honest):  # noqa: F811
+def test_another_version_is_never_joined_to_the_first_one(web, tmp_path):  # noqa: F811
     web.put("a.bin", OTHER, cut_after=[100_000, 0])
     assert only(tmp_path, one(web.url("a.bin")), tries=1) is not None
-    web.put("a.bin", CONTENT, honours_if_range=is_honest)
+    web.put("a.bin", CONTENT)
     assert only(tmp_path, one(web.url("a.bin"))) is None and (tmp_path / "a.bin").read_bytes() == CONTENT
-    # One that does not look at If-Range sends the rest of the new version: the digest tells, and it is fetched anew.
-    assert web.ranges("a.bin")[2:] == (["bytes=100000-"] if is_honest else ["bytes=100000-", None])
+    assert web.ranges("a.bin")[2:] == ["bytes=100000-", None]  # the digest tells, and it is fetched anew
 
 
 def test_a_range_other_than_the_one_asked_for_is_not_taken(web, tmp_path):  # noqa: F811
@@ -160,10 +148,9 @@ def test_a_mirror_goes_on_where_the_first_one_ended(web, tmp_path):  # noqa: F81
 WAITING = """
 import sys
 from pathlib import Path
-from prepare.transfer import fetch_all
-from prepare.wanted import Wanted
+from prepare.transfer import Wanted, fetch_all
 url, name, size, digest, folder = sys.argv[1:]
-print([one.reason for one in fetch_all([Wanted(name, (url,), int(size), digest)], Path(folder), timeout_sec=60.0)])
+print(fetch_all([Wanted(name, (url,), int(size), digest)], Path(folder), timeout_sec=60.0))
 """
 
 
@@ -209,10 +196,10 @@ def test_a_whole_part_that_only_lacked_its_name_is_not_asked_for_again(web, tmp_
     put = places.Folder.put
     monkeypatch.setattr(places.Folder, "put", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(Failed) as failed:
-        get(tmp_path, one(web.url("a.bin"), bytes=None))
+        get(tmp_path, one(web.url("a.bin")))
     assert str(failed.value).endswith("What has come stays; the same command resumes from there.")
     monkeypatch.setattr(places.Folder, "put", put)
-    assert only(tmp_path, one(web.url("a.bin"), bytes=None)) is None and len(web.asked) == 1
+    assert only(tmp_path, one(web.url("a.bin"))) is None and len(web.asked) == 1
 
 
 # --- what does not arrive ---
@@ -233,13 +220,13 @@ def test_a_wrong_digest_is_told_with_both_and_the_next_mirror_is_asked(web, tmp_
     ("content", "faults", "more", "said"),
     [
         (b"", {"endless": True}, {}, "does not end after 300,000 bytes"),
-        (b"", {"endless": True}, {"bytes": None}, "does not end after 1,000,000 bytes, the most taken"),
-        (b"", {"endless": True}, {"bytes": None, "digest": None}, "comes without a size, and nothing says where it ends"),
+        (b"", {"endless": True}, {"bytes": None}, "does not end after 1,000,000 bytes"),
+        (b"", {"endless": True}, {"bytes": None, "digest": None}, NO_END),
         (CONTENT + b"-", {}, {}, "has 300,001 bytes, 300,000 are wanted"),
-        (CONTENT[1:], {"chunked": True}, {}, "has no more than 299,999 bytes"),
+        (CONTENT[1:], {"chunked": True}, {}, "HTTP 416 (Requested Range Not Satisfiable)"),
         (CONTENT + b"-", {"chunked": True}, {}, "does not end after 300,000 bytes"),
         (CONTENT, {"heads": {"Content-Encoding": "gzip"}}, {"digest": None},
-         "is sent compressed, and no digest says whether that is the file"),
+         NO_END),
         (b"<!DOCTYPE html>\n<p>Log in", {"kind": "text/html; charset=utf-8"}, {},
          "has 25 bytes, 300,000 are wanted"),
         (b"<html><p>Log in", {"kind": "text/html"}, {"bytes": None, "digest": None},
@@ -264,50 +251,33 @@ def test_a_body_that_a_server_compresses_is_compared_as_it_comes(web, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("status", "tries", "said", "is_refused"),
+    ("status", "tries", "said"),
     [
-        (404, 1, "HTTP 404 (Not Found)", False),
-        (410, 1, "HTTP 410 (Gone)", False),
-        (401, 1, "HTTP 401 (Unauthorized)", True),
-        (403, 1, "HTTP 403 (Forbidden)", True),
-        (429, 3, "HTTP 429 (Too Many Requests), 3 times", False),
-        (503, 3, "HTTP 503 (Service Unavailable), 3 times", False),
-        (500, 3, "HTTP 500 (Internal Server Error), 3 times", False),
+        (404, 1, "HTTP 404 (Not Found)"),
+        (403, 1, "HTTP 403 (Forbidden)"),
+        (429, 3, "HTTP 429 (Too Many Requests)"),
+        (503, 3, "HTTP 503 (Service Unavailable)"),
     ],
 )
-def test_an_answer_without_the_file_is_told_and_tried_again_where_that_helps(
-    web,  # noqa: F811
-    tmp_path,
-    status,
-    tries,
-    said,
-    is_refused,
-):
+def test_an_answer_without_the_file_is_reported_and_tried_again_where_that_helps(web, tmp_path, status, tries, said):  # noqa: F811
     web.put("a.bin", CONTENT, statuses=[status] * 9)
-    [outcome] = get(tmp_path, one(web.url("a.bin")), tries=3)
-    assert (outcome.reason, outcome.is_refused) == (f"{web.url('a.bin')}: {said}", is_refused)
+    assert said in only(tmp_path, one(web.url("a.bin")), tries=3)
     assert len(web.asked) == tries
     web.put("a.bin", CONTENT, statuses=[status] * (tries - 1))
     assert only(tmp_path, one(web.url("a.bin")), tries=3) is None
-
-
-def test_a_server_says_when_to_come_again(web, tmp_path):  # noqa: F811
-    web.put("a.bin", CONTENT, statuses=[503], heads={"Retry-After": "1"})
-    began = time.monotonic()
-    assert only(tmp_path, one(web.url("a.bin"))) is None and time.monotonic() - began >= 1.0
 
 
 def test_dead_and_silent_servers_are_given_up(tmp_path):
     with serving() as gone:
         url = gone.url("a.bin")
     said = only(tmp_path, one(url), tries=2)
-    assert said is not None and said.startswith(f"{url}: the connection failed (") and said.endswith(", 2 times")
+    assert said is not None and said.startswith(f"{url}: failed after ")
     with serving() as web:  # noqa: F811
         web.put("a.bin", CONTENT, statuses=[0, 0, 0])  # closes without a word
-        assert "the connection failed (" in str(only(tmp_path, one(web.url("a.bin")), tries=3))
+        assert "failed after " in str(only(tmp_path, one(web.url("a.bin")), tries=3))
         web.put("a.bin", CONTENT, pause_sec=3.0)
         said = only(tmp_path, one(web.url("a.bin")), tries=1, timeout_sec=0.5)
-        assert said == f"{web.url('a.bin')}: was silent for 0.5 s"
+        assert said.startswith(f"{web.url('a.bin')}: failed after 1 tries (ReadTimeout: ")
 
 
 def test_redirects_are_followed_to_an_end(web, tmp_path):  # noqa: F811
@@ -349,7 +319,7 @@ def test_a_disk_without_room_is_told_before_anything_is_asked(web, tmp_path, mon
     ways = "Make room there, or give another folder."
     with pytest.raises(Refused) as refused:
         get(tmp_path, one(web.url("a.bin"), bytes=2**30))
-    assert str(refused.value) == f"to: {tmp_path}: 1 GiB are to come, 0.25 GiB are free. {ways}"
+    assert str(refused.value) == f"to: {tmp_path}: about 1 GiB are to come, 0.25 GiB are free. {ways}"
     with pytest.raises(Refused) as refused:
         get(tmp_path, one(web.url("a.bin"), bytes=None), about_bytes=2**31)
     assert str(refused.value) == f"to: {tmp_path}: about 2 GiB are to come, 0.25 GiB are free. {ways}"
@@ -357,11 +327,12 @@ def test_a_disk_without_room_is_told_before_anything_is_asked(web, tmp_path, mon
 
 
 def test_a_full_disk_ends_all_files_and_keeps_what_has_come(web, tmp_path, monkeypatch):  # noqa: F811
-    web.put("a.bin", CONTENT)
+    served = web.put("a.bin", CONTENT, cut_after=[100_000])
     write = transfer._Download._write
 
     def full(self, answer, total):
-        write(self, dataclasses.replace(answer, blocks=iter([next(answer.blocks)])), total)
+        with contextlib.suppress(httpx2.HTTPError):
+            write(self, answer, total)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(transfer._Download, "_write", full)
@@ -373,49 +344,27 @@ def test_a_full_disk_ends_all_files_and_keeps_what_has_come(web, tmp_path, monke
     )
     came = (tmp_path / ".work" / "a.bin.part").stat().st_size
     monkeypatch.setattr(transfer._Download, "_write", write)
+    served.cut_after = []
     assert only(tmp_path, one(web.url("a.bin"))) is None
     assert web.ranges("a.bin") == [None, f"bytes={came}-"] and 0 < came < len(CONTENT)
 
 
-def test_a_digest_is_compared_once_and_remembered(web, tmp_path, monkeypatch):  # noqa: F811
+def test_a_file_of_another_size_is_fetched_again_and_its_digest_is_compared_on_request(web, tmp_path):  # noqa: F811
     web.put("a.bin", CONTENT)
     file, path = one(web.url("a.bin")), tmp_path / "a.bin"
-    path.write_bytes(CONTENT)
-    read = []
-    monkeypatch.setattr(wanted, "file_digest", lambda *of: read.append(of) or wanted_digest(*of))
-    assert Memory(tmp_path).look(file).state == "unread" and read == []
-    assert get(tmp_path, file) == [Outcome("a.bin")] and len(read) == 1 and web.asked == []
-    assert get(tmp_path, file) == [Outcome("a.bin")] and len(read) == 1
-    assert Memory(tmp_path).look(file).text == "there, digest compared" and len(read) == 1
-    assert Memory(tmp_path).look(file, again=True).state == "there" and len(read) == 2
-    os.utime(path, ns=(1, 1))
-    assert Memory(tmp_path).look(file).state == "unread"
+    path.write_bytes(CONTENT[1:])
+    assert file.fault_of(path, read=False) == "has 299,999 bytes, 300,000 are wanted"
+    assert only(tmp_path, file) is None and path.read_bytes() == CONTENT
     path.write_bytes(OTHER)  # of the same size
     found, right = digest(OTHER).partition(":")[2], digest().partition(":")[2]
-    assert Memory(tmp_path).look(file, read=True).text == f"its sha256 is {found}, {right} is wanted"
-    assert get(tmp_path, file) == [Outcome("a.bin", is_fetched=True)] and path.read_bytes() == CONTENT
-    (tmp_path / ".digests").write_text('{"name"')
-    assert Memory(tmp_path).look(file).state == "unread"
+    assert file.fault_of(path, read=False) is None
+    assert file.fault_of(path, read=True) == f"its sha256 is {found}, {right} is wanted"
+    assert file.fault_of(tmp_path / "b", read=True) == "missing"
 
 
-wanted_digest = wanted.file_digest
-
-
-def test_what_is_there_is_told_by_size_where_no_digest_is_published(tmp_path):
-    (tmp_path / "a").write_bytes(b"12345")
-    (tmp_path / "b").mkdir()
-    look = Memory(tmp_path).look
-    assert look(Wanted("a", ("http://-",), 5)).text == "there; digest not published: size alone is compared"
-    assert look(Wanted("a", ("http://-",))).text == "there; digest not published: nothing is compared"
-    assert look(Wanted("a", ("http://-",), 6)).text == "has 5 bytes, 6 are wanted"
-    assert (look(Wanted("b", ("http://-",))).state, look(Wanted("c", ("http://-",))).state) == ("wrong", "missing")
-
-
-@pytest.mark.parametrize(
-    "name", ["../a", "/a", "a/../../b", "a//b", "", ".", "a\\b", "a\nb", ".work/a", ".digests", "x" * 181]
-)
+@pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "a//b", "", ".", "a\\b", "a\nb", ".work/a", "x" * 181])
 def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="is no path inside a folder|is a name that cannot be taken"):
+    with pytest.raises(ValueError, match="is no path inside a folder"):
         get(tmp_path / "to", Wanted(name, ("http://127.0.0.1:9/a",)))
     assert list(tmp_path.iterdir()) == []
 
@@ -424,22 +373,17 @@ def test_every_fault_of_a_list_is_told_at_once():
     bad = [
         Wanted("a", ()),
         Wanted("b", ("ftp://x/b",)),
-        Wanted("c", ("http://x/c",), -1),
         Wanted("d", ("http://x/d",), 1, "sha256:12"),
         Wanted("e", ("http://x/e",), 1, "crc:1234"),
         Wanted("a", ("http://x/a",)),
     ]
     with pytest.raises(ValueError) as error:
         check_wanted(bad)
-    possible = (
-        "sha256 with 64 digits, sha1 with 40 digits, sha512 with 128 digits, md5 with 32 digits, xxh3_64 with 16 digits, "
-        "git with 40 digits"
-    )
+    possible = "KIND:DIGITS, with sha256, sha1, sha512, md5"
     assert str(error.value).splitlines() == [
-        "a: its addresses are []. Possible: http://, https:// and file://.",
-        "b: its addresses are ['ftp://x/b']. Possible: http://, https:// and file://.",
-        "c: its size is -1. Possible: 0 or more bytes.",
-        f"d: its digest is sha256:12. Possible: KIND:DIGITS, {possible}.",
-        f"e: its digest is crc:1234. Possible: KIND:DIGITS, {possible}.",
+        "a: its addresses are []. Possible: http:// and https://.",
+        "b: its addresses are ['ftp://x/b']. Possible: http:// and https://.",
+        f"d: its digest is sha256:12. Possible: {possible}.",
+        f"e: its digest is crc:1234. Possible: {possible}.",
         "a: is wanted twice. Leave one out.",
     ]

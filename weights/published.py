@@ -18,11 +18,8 @@ OPTIONAL = "num_batches_tracked"  # counted in training only; files before torch
 
 def file_digest(path: str | Path, kind: str) -> str:
     """Return a file's digest in hexadecimal digits; `kind` is hashlib's name. Raises OSError."""
-    digest, buffer = hashlib.new(kind), memoryview(bytearray(1 << 20))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, kind).hexdigest()
 
 
 def fill(module: nn.Module, weights: WeightsFile, what: str) -> None:

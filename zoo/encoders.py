@@ -88,7 +88,7 @@ def need_of_encoders(family: Family) -> hub.Need:
     """Return the files of a model that `build_encoders` and `weights_problems` read."""
     networks = [network for _, network in _placed(family, on_meta(family.build_encoders)).values()]
     folders = tuple((network.folder, network.stems) for network in networks)
-    return hub.Need(folders, family.tokenizers, default=family.on_hub, instead="model.weights=random, for random ones")
+    return hub.Need(folders, family.tokenizers, instead="model.weights=random, for random ones")
 
 
 def need_of_denoiser(family: Family) -> hub.Need:

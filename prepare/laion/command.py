@@ -1,46 +1,44 @@
-"""From tables of URLs, as LAION publishes them, to tars of pictures, and on to moments; each stage can be stopped anywhere.
+"""From tables of URLs, as LAION publishes them, to tars of pictures; each stage can be stopped anywhere.
 
     python -m prepare.laion all yamls/prepare/laion.yaml folder=/data/laion       # the whole way, or what is missing of it
-    python -m prepare.laion metadata|filter|images|shards|latents FILE.yaml     # one stage of it
+    python -m prepare.laion metadata|filter|images FILE.yaml                    # one stage of it
     python -m prepare.laion account FILE.yaml                                     # what has become of each row
 
 metadata fetches the parts of the table. filter leaves the rows that are wanted. images brings their pictures, by
-img2dataset. shards and latents are prepare.shards and prepare.latents with the file's keys; they may write to a store. Each
-stage ends with its account: rows, rows that are left, and how many others there are for which reason.
+img2dataset, into FOLDER/tars, from where prepare.shards goes on. Each stage ends with its account: rows, rows that are left,
+and how many others there are for which reason.
 
-Killed in any way, the same command goes on with what is missing, and ends with the same bytes wherever hosts send the same.
-Keys: docs/laion.md. engine=ray spreads images, shards and latents over a Ray cluster.
+Killed in any way, the same command continues with what is missing, and ends with the same bytes wherever hosts send the same.
+Keys: docs/laion.md. engine=ray spreads images over a Ray cluster.
 
 Exit code: 0 when the stage is whole, 1 when it failed or nothing is left, 2 when it could not start.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
+import itertools
 import json
-import os
-import signal
-import subprocess
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
-import torch
 from tqdm import tqdm
 
 from cli.command import command
-from cli.command_line import Problem, parse_command_line
-from cli.errors import ConfigError, Failed
-from config import flat, load, to_yaml
-from prepare import latents, shards
-from prepare.laion import account, filter, images, metadata
-from prepare.laion.account import STAGES, Account
-from prepare.laion.config import TARS, LaionConfig, check
+from cli.command_line import parse_command_line
+from cli.errors import ConfigError, Failed, Refused
+from config import load, to_yaml
+from prepare.laion import filter, images
+from prepare.laion.config import METADATA, TARS, LaionConfig, check
 from prepare.parts import GO_ON
-from record import processes
+from prepare.transfer import Wanted, check_wanted, fetch_all
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MAX_REASONS = 30  # that are shown: some are what hosts or tables like to say
 
 
 @command(__doc__)
@@ -50,117 +48,52 @@ def main(argv: Sequence[str]) -> int:
     if what not in (*STAGES, "all", "account"):
         raise ConfigError([f"command line: '{what}' is no stage. Possible: {', '.join(STAGES)}, all, account."])
     command_line = parse_command_line(words, {})
-    config = load(LaionConfig, command_line, check=functools.partial(check_stage, what))
+    config = load(LaionConfig, command_line, check=check)
     if command_line.print_config:
         print(to_yaml(config), end="")
         return 0
-    if what == "account":
-        return show_account(config)
-    for stage in STAGES if what == "all" else [what]:
+    for stage in STAGES if what == "all" else [what] if what in STAGES else []:
+        make, account_of = STAGES[stage]
         try:
-            code = MAKERS[stage](config)
+            make(config)
+            found = account_of(config)
         except OSError as error:
             raise Failed(f"{stage}: {error}. Look at the disk of {config.folder}. {GO_ON}.") from error
-        if code:
-            return code
-    return show_account(config) if what == "all" else 0
-
-
-def check_stage(what: str, config: LaionConfig) -> list[Problem]:
-    """Return every problem of the stages that are to be made."""
-    found = check(config)
-    for name, of in (("shards", shards.check), ("latents", latents.check)):
-        if what in (name, "all"):
-            problems = of(getattr(config, name))
-            found += [Problem(f"{name}.{one.text}", tuple(f"{name}.{key}" for key in one.keys)) for one in problems]
-    return found
-
-
-def show_account(config: LaionConfig) -> int:
-    """Print what has become of each row. Raises Failed: some have got lost."""
-    accounts, missing = account.all_accounts(config)
-    print(*accounts, *missing, sep="\n")
-    account.check_accounts(accounts)
-    if not accounts:
-        raise Failed(f"account: nothing is finished in {config.folder}.")
-    first, last = accounts[0], accounts[-1]
-    if between := account.without_account(accounts):
-        print(f"{', '.join(between)}: removed, or made anew; what it has left out is not known")
-        return 0
-    print(f"all {first.rows:,} rows are accounted for: {last.kept:,} are left after {last.stage}")
-    return 0
+        print(found, flush=True)
+        if not found.kept:
+            return 1
+    return 0 if what in STAGES else show_account(config)
 
 
 # --- the stages ---
 
 
-def make_metadata(config: LaionConfig) -> int:
-    """Fetch the parts of the table."""
-    metadata.fetch(config)
-    return told(account.of_metadata(config))
+def make_metadata(config: LaionConfig) -> None:
+    """Fetch the parts of the table, each of the name that ends its address, and open them: one may be cut off, or a page.
 
-
-def make_filter(config: LaionConfig) -> int:
-    """Leave the rows that are wanted."""
-    filter.filter_all(config, functools.partial(run_here, config))
-    return told(account.of_filter(config))
-
-
-def make_images(config: LaionConfig) -> int:
-    """Bring the pictures."""
-    images.bring_all(config, functools.partial(run_on, config))
-    return told(account.of_images(config))
-
-
-def make_shards(config: LaionConfig) -> int:
-    """Make the stage of images."""
-    words = words_of(config.shards, engine=config.engine, ray=config.ray, workers=config.workers)
-    return shards.main([str(config.inside(TARS)), config.place_of_images, *words])
-
-
-def make_latents(config: LaionConfig) -> int:
-    """Make the stage of moments in ranks of this machine."""
-    places = [config.place_of_images, config.place_of_moments]
-    ranks = config.ranks or torch.cuda.device_count() or len(os.sched_getaffinity(0))
-    words = processes.of_composer(ranks, "-m", "prepare.latents", *places, *words_of(config.latents))
-    child = subprocess.Popen(words, cwd=processes.ROOT, preexec_fn=end_with_parent)
+    Raises:
+        ConfigError, Refused, Failed: what is not available, and why.
+    """
+    folder, of = config.inside(METADATA), config.metadata
+    urls = [of.urls.format(part=number) for number in range(of.num_parts)] if of.urls else []
+    wanted = [Wanted(PurePosixPath(urlsplit(url).path).name, (url,)) for url in urls]
     try:
-        return child.wait()
-    except BaseException:
-        child.terminate()
-        child.wait(processes.END_SEC)
-        raise
+        check_wanted(wanted)
+    except ValueError as error:
+        raise ConfigError([f"metadata.urls: {line}" for line in str(error).splitlines()[:3]]) from error
+    if wanted and (failed := fetch_all(wanted, folder, of.at_once, word="folder")):
+        named = "; ".join(f"{name}: {why}" for name, why in list(failed.items())[:3])
+        raise Failed(f"metadata: {len(failed)} of {len(wanted)} parts are not available: {named}. {GO_ON}.")
 
 
-MAKERS: dict[str, Callable[[LaionConfig], int]] = {
-    "metadata": make_metadata,
-    "filter": make_filter,
-    "images": make_images,
-    "shards": make_shards,
-    "latents": make_latents,
-}
+def make_filter(config: LaionConfig) -> None:
+    """Leave the rows that are wanted, in processes of this machine: the metadata lie on its disk."""
+    filter.filter_all(config, functools.partial(run_on, dataclasses.replace(config, engine="local", ray="auto")))
 
 
-def told(found: Account) -> int:
-    """Print a stage's account; 1 where nothing is left."""
-    print(found, flush=True)
-    return 0 if found.kept else 1
-
-
-def words_of(section: Any, **given: Any) -> list[str]:
-    """Return a section as words of its own command: what differs from the defaults, and what is given for all stages."""
-    values, usual = flat(section), flat(type(section)())
-    words = {key: value for key, value in given.items() if value is not None and value != usual[key]}
-    words |= {key: value for key, value in values.items() if value != usual[key]}
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in words.items()]
-
-
-# --- engines ---
-
-
-def given(make: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Return it: a worker has nothing to begin with."""
-    return make
+def make_images(config: LaionConfig) -> None:
+    """Download the pictures."""
+    images.bring_all(config, functools.partial(run_on, config))
 
 
 def run_on(
@@ -171,20 +104,109 @@ def run_on(
         return
     total = sum(rows[number] for number in numbers)
     with (
-        config.opened(functools.partial(given, make), config.workers) as engine,
+        config.opened(functools.partial(_as_it_is, make), config.workers) as engine,
         tqdm(total=total, unit=" rows", unit_scale=True, desc=name) as progress,
     ):
         for _, num_rows in engine.run(numbers):
             progress.update(num_rows)
 
 
-def run_here(
-    config: LaionConfig, make: Callable[[int], Any], numbers: Sequence[int], rows: Sequence[int], name: str
-) -> None:
-    """The same in processes of this machine: the metadata lie on its disk."""
-    run_on(dataclasses.replace(config, engine="local", ray="auto"), make, numbers, rows, name)
+def _as_it_is(make: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Return it: a worker has nothing to begin with."""
+    return make
 
 
-def end_with_parent() -> None:
-    """In a child: let the kernel end it with this process."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+# --- the account ---
+
+
+@dataclass(frozen=True)
+class Account:
+    """One stage, finished."""
+
+    stage: str
+    rows: int
+    kept: int
+    left_out: dict[str, int]
+    """Why -> how many."""
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.stage}: {self.rows:,} rows, {self.kept:,} left, {self.bytes / 2**30:,.2f} GiB"
+        reasons = Counter(self.left_out)
+        shown = dict(reasons.most_common(MAX_REASONS))
+        shown |= {"other reasons": others} if (others := reasons.total() - sum(shown.values())) else {}
+        why = ", ".join(f"{why} {num:,}" for why, num in shown.items())
+        return f"{text}; left out: {why}" if why else text
+
+
+def of_metadata(config: LaionConfig) -> Account:
+    """Return the account of the metadata, whose heads are read. Raises Refused: there are none; Failed: one is damaged."""
+    paths = sorted(config.inside(METADATA).glob("*.parquet"))
+    if not paths:
+        raise Refused(f"metadata: no *.parquet in {config.inside(METADATA)}.")
+    try:
+        rows = sum(part.num_rows for part in filter.find_rows(config.inside(METADATA), config.filter))
+    except ConfigError as error:
+        raise Failed(f"metadata: {error}") from error
+    return Account("metadata", rows, rows, {}, sum(path.stat().st_size for path in paths))
+
+
+def of_filter(config: LaionConfig) -> Account:
+    """Return the account of the filter. Raises Refused: it is not finished."""
+    return of_parts("filter", filter.filtered_parts(config))
+
+
+def of_images(config: LaionConfig) -> Account:
+    """Return the account of the pictures that were downloaded. Raises OSError: it is not finished."""
+    parts, _ = images.find_parts(config)
+    return of_parts("images", [config.inside(TARS) / f"{images.name_of(number)}.tar" for number in range(len(parts))])
+
+
+def of_parts(stage: str, paths: Sequence[Path]) -> Account:
+    """Return the account of a stage whose parts have one each beside them. Raises OSError: one is missing."""
+    left_out, sums = Counter[str](), Counter[str]()
+    for path in paths:
+        of_part = json.loads(path.with_suffix(".json").read_bytes())
+        left_out.update(of_part["left_out"])
+        sums.update(rows=of_part["rows"], kept=of_part["kept"], bytes=path.stat().st_size)
+    return Account(stage, sums["rows"], sums["kept"], dict(left_out), sums["bytes"])
+
+
+STAGES: dict[str, tuple[Callable[[LaionConfig], None], Callable[[LaionConfig], Account]]] = {
+    "metadata": (make_metadata, of_metadata),
+    "filter": (make_filter, of_filter),
+    "images": (make_images, of_images),
+}
+"""What makes each stage, and its account."""
+
+
+def show_account(config: LaionConfig) -> int:
+    """Print what has become of each row. Raises Failed: some have got lost, or a file is damaged."""
+    found = []
+    for name, (_, account_of) in STAGES.items():
+        try:
+            found.append(account_of(config))
+            print(found[-1])
+        except (OSError, Refused) as error:  # not finished, or removed since: the metadata may be, after the filter
+            print(f"{name}: not finished ({str(error).splitlines()[0].rstrip('.')})")
+        except (ValueError, KeyError, TypeError) as error:
+            text = f"account: {name}: a file of it is damaged: {type(error).__name__}: {error}"
+            raise Failed(f"{text}. Remove the folder of this stage, and make it anew.") from error
+    if not found:
+        raise Failed(f"account: nothing is finished in {config.folder}.")
+    check_accounts(found)
+    first, last = found[0], found[-1]
+    print(f"all {first.rows:,} rows are accounted for: {last.kept:,} are left after {last.stage}")
+    return 0
+
+
+def check_accounts(found: Sequence[Account]) -> None:
+    """Raise Failed where a stage has lost rows without a word."""
+    for account in found:
+        gone = account.rows - account.kept - sum(account.left_out.values())
+        if gone:
+            raise Failed(f"account: {account.stage}: {gone:,} of {account.rows:,} rows are unaccounted for.")
+    for before, after in itertools.pairwise(found):
+        if before.kept != after.rows:
+            text = f"account: {before.stage} left {before.kept:,} rows, {after.stage} read {after.rows:,}"
+            raise Failed(f"{text}. They are of different commands: make {after.stage} anew.")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 from cli.command_line import Problem
 from cli.limits import limited, prose
 from prepare.engines import EngineKeys, check_keys
-from prepare.latents import LatentsConfig
-from prepare.shards import ShardsConfig
 
 METADATA, FILTERED, TARS = "metadata", "filtered", "tars"
 
@@ -24,8 +21,6 @@ class MetadataConfig:
     """Address of each part, with {part} for its number. null: the parts lie in FOLDER/metadata already."""
     num_parts: int = limited(32, 1, 100_000)
     """Number of parts."""
-    digests: str | None = None
-    """File with a line `digest name` for each part, as sha256sum writes it. null: size and form alone are checked."""
     at_once: int = limited(4, 1, 64)
     """Downloads at once."""
 
@@ -56,8 +51,6 @@ class FilterConfig:
     """Most of `pwatermark`, the probability that a picture has a watermark."""
     unique: str | None = None
     """Of rows with the same value in this column the first alone is wanted; url: that of the URLs. null: all."""
-    rows_at_once: int = limited(4_000_000, 1000, 10**9)
-    """Digests of `unique` in memory, 20 bytes each; what is beyond lies on the disk."""
     rows_per_tar: int = limited(10_000, 1, 10**6)
     """Rows of a part of `images`, which becomes one tar."""
 
@@ -95,38 +88,20 @@ class ImagesConfig:
 
 @dataclass(frozen=True)
 class LaionConfig(EngineKeys):
-    """All stages, in their order. `engine` and `ray` are those of images and shards."""
+    """All stages, in their order. `engine` and `ray` are those of images."""
 
     folder: str | None = None
     """Folder of the metadata, the filtered rows and the tars. With engine=ray all nodes have to see it."""
-    images_at: str | None = None
-    """Stage of images: a folder, or an address. null: FOLDER/images."""
-    moments_at: str | None = None
-    """Stage of moments: a folder, or an address. null: FOLDER/moments."""
     workers: int | None = limited(None, 1, 100_000)
-    """Processes of filter, images and shards. null: one for each core that is there."""
-    ranks: int | None = limited(None, 1, 1024)
-    """Processes of latents on this machine. null: one for each GPU, or for each core where there is none."""
+    """Processes of filter and images. null: one for each core that is there."""
     metadata: MetadataConfig = field(default_factory=MetadataConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
-    shards: ShardsConfig = field(default_factory=ShardsConfig)
-    latents: LatentsConfig = field(default_factory=LatentsConfig)
 
     def inside(self, name: str) -> Path:
         """Return a folder of this way."""
         assert self.folder is not None
         return Path(self.folder, name)
-
-    @property
-    def place_of_images(self) -> str:
-        """Where the stage of images lies."""
-        return self.images_at or str(self.inside("images"))
-
-    @property
-    def place_of_moments(self) -> str:
-        """Where the stage of moments lies."""
-        return self.moments_at or str(self.inside("moments"))
 
 
 def check(config: LaionConfig) -> list[Problem]:
@@ -134,16 +109,11 @@ def check(config: LaionConfig) -> list[Problem]:
     found = check_keys(config)
     if config.folder is None:
         found.append(Problem("folder: not given. Give the folder of the metadata, rows and tars.", ("folder",)))
-    if config.metadata.urls is not None:
-        todo = "Write {part} or {part:05d} in its place"
-        try:
-            urls = [config.metadata.urls.format(part=part) for part in range(2)]
-            first, second = (PurePosixPath(urlsplit(url).path).name for url in urls)
-        except (ValueError, LookupError, AttributeError, TypeError):
-            text = f"metadata.urls: {config.metadata.urls} is no address of parts. {todo}."
-            found.append(Problem(text, ("metadata.urls",)))
-        else:
-            if first == second and config.metadata.num_parts > 1:
-                text = f"metadata.urls: {config.metadata.urls} has no number of a part in its last name. {todo}."
-                found.append(Problem(text, ("metadata.urls",)))
+    try:
+        is_numbered = (urls := config.metadata.urls) is None or urls.format(part=0) != urls.format(part=1)
+    except (ValueError, LookupError, AttributeError, TypeError):
+        is_numbered = False
+    if not is_numbered:
+        text = f"metadata.urls: {config.metadata.urls} is no address of parts. Write {{part}} or {{part:05d}} in it."
+        found.append(Problem(text, ("metadata.urls",)))
     return found

@@ -1,13 +1,13 @@
 """The stage `filter`: of each part of the metadata the rows that are wanted, in a Parquet file of the same name.
 
-    FOLDER/filtered/plan.json                 the parts and the conditions; another command's are refused
-    FOLDER/filtered/digests/NAME-00.npy ...   of `unique`: the digests of a part's rows, in sorted runs; then NAME.json
-    FOLDER/filtered/later/NAME.npy ...        rows whose value an earlier row has had; then all.json
-    FOLDER/filtered/NAME.parquet              the rows that are left, a row group for each tar
-    FOLDER/filtered/NAME.json                 last: how many rows there were, and why others were left out
+    FOLDER/filtered/plan.json           the parts and the conditions; another command's are refused
+    FOLDER/filtered/later/NAME.npy ...  of `unique`: rows whose value an earlier row has had; then all.json
+    FOLDER/filtered/NAME.parquet        the rows that are left, a row group for each tar
+    FOLDER/filtered/NAME.json           last: how many rows there were, and why others were left out
 
-Parts are read by a few rows at a time, so that memory does not depend on their length. `all.json` of `later` is written
-before any rows are: so a row is left out for another one that stays.
+Parts are read by a few rows at a time, so that memory does not depend on their length. A row counts under the first
+condition that it does not meet, so that the counts and the rows that are left add up to all. A row is a duplicate only of one
+that stays.
 """
 
 from __future__ import annotations
@@ -21,30 +21,142 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from cli.errors import ConfigError, Failed, Refused
 from prepare import tables
 from prepare.laion.config import FILTERED, METADATA, FilterConfig, LaionConfig
-from prepare.laion.duplicates import MOST_ROWS, digests, duplicates_of, write_runs
-from prepare.laion.rows import Columns, conditions, find_columns, has_texts, needed, wanted_rows
 from prepare.parts import GO_ON, PLAN_FILE, Plan, begin
 from prepare.places import Folder
+from prepare.samples import usual_name
 from prepare.sources import known_by
 
 MADE_BY = "prepare.laion filter"
 ROWS = 65_536  # in memory
-DIGESTS, LATER, ALL = "digests", "later", "all.json"
-DUPLICATE = "duplicate"
+LATER, ALL = "later", "all.json"
 AGAIN = "Remove it, and run: python -m prepare.laion metadata"
+
+# Of LAION-400M, LAION-5B, COYO and CC12M, in any case of letters.
+USUAL = {
+    "url": ("url", "image_url"),
+    "caption": ("text", "caption", "top_caption"),
+    "license": ("license",),
+    "nsfw": ("nsfw",),
+    "language": ("language", "lang"),
+    "width": ("width", "original_width"),
+    "height": ("height", "original_height"),
+    "similarity": ("similarity", "clip_similarity_vitl14", "clip_similarity_vitb32"),
+    "unsafe": ("punsafe",),
+    "watermark": ("pwatermark", "watermark_score"),
+}
+NUMBERS = ("width", "height", "similarity", "unsafe", "watermark")
+
+
+def needed(module: str) -> Any:
+    """Return a module that the environment may lack. Raises Refused."""
+    return tables.needed(module, "prepare.laion: {} is not installed, which it works with", "prepare")
+
+
+# --- columns ---
+
+
+def find_columns(schema: Any, config: FilterConfig, where: str) -> dict[str, str]:
+    """Return role -> column of a table, for the roles that are needed.
+
+    Args:
+        schema: pyarrow's.
+        where: the file, for messages.
+
+    Raises:
+        ValueError: one is missing, there twice or of another type; a problem a line.
+    """
+    types, problems, found = needed("pyarrow").types, [], {}
+    given = {"url": config.url, "caption": config.caption, "unique": config.unique}
+    asks = {"license": config.licenses, "nsfw": config.nsfw, "language": config.languages}
+    asks |= dict.fromkeys(("width", "height"), config.min_side_px or config.max_aspect)
+    asks |= {"similarity": config.min_similarity, "unsafe": config.max_unsafe, "watermark": config.max_watermark}
+    roles = ["url", "caption", *(role for role, value in asks.items() if value is not None)]
+    for role in [*roles, "unique"] if config.unique not in (None, "url") else roles:
+        possible = (str(given[role]),) if given.get(role) else USUAL[role]
+        name = possible[0] if possible[0] in schema.names else usual_name(schema.names, possible)
+        if name is None or schema.names.count(name) > 1:
+            has = f"It has {', '.join(schema.names[:20])}"
+            problems.append(
+                f"filter: {where} has no column for {role}, or more than one: {' or '.join(possible)}. {has}."
+            )
+            continue
+        found[role] = name
+        kind = schema.field(name).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        is_number = types.is_integer(kind) or types.is_floating(kind)
+        if role != "unique" and not types.is_null(kind) and is_number != (role in NUMBERS):
+            wanted = "numbers" if role in NUMBERS else "texts"
+            problems.append(f"filter: {name} of {where} is {kind}. Possible for {role}: {wanted}. Give another column.")
+    if config.unique == "url" and "url" in found:
+        found["unique"] = found["url"]
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found
+
+
+# --- conditions ---
+
+
+def conditions(batch: Any, config: FilterConfig, of: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield, in order, why a row of a batch is left out, and which rows are not: an Arrow array, null counting as false."""
+    arrow, compute = needed("pyarrow"), needed("pyarrow.compute")
+
+    def text(role: str) -> Any:  # a dictionary's values, and a part's nulls without a type
+        return compute.cast(batch.column(of[role]), arrow.large_string())
+
+    def number(role: str) -> Any:  # not each type of numbers can be compared
+        return compute.cast(batch.column(of[role]), arrow.float64(), safe=False)
+
+    yield "no URL", compute.greater(compute.utf8_length(text("url")), 0)
+    for role, names in (("license", config.licenses), ("nsfw", config.nsfw), ("language", config.languages)):
+        if names is not None:  # `a,b`; `not a,b`: all others, missing ones included
+            listed = [part.strip() for part in names.strip().removeprefix("not ").split(",")]
+            found = compute.is_in(text(role), value_set=arrow.array(listed, arrow.large_string()))
+            yield f"{role} is not wanted", compute.invert(found) if names.strip().startswith("not ") else found
+    if "width" in of:
+        both = number("width"), number("height")
+        few, many = compute.min_element_wise(*both, skip_nulls=False), compute.max_element_wise(*both, skip_nulls=False)
+        yield "no width or height", compute.greater(few, 0)
+        if config.min_side_px is not None:
+            yield f"side below {config.min_side_px} px", compute.greater_equal(few, config.min_side_px)
+        if config.max_aspect is not None:
+            is_narrow = compute.less_equal(many, compute.multiply(few, config.max_aspect))
+            yield f"aspect above {config.max_aspect:g}", is_narrow
+    if (least := config.min_similarity) is not None:
+        name, values = of["similarity"], number("similarity")
+        yield f"no {name}", compute.is_finite(values)
+        yield f"{name} below {least:g}", compute.greater_equal(values, least)
+    for role, most in (("unsafe", config.max_unsafe), ("watermark", config.max_watermark)):
+        if most is not None:
+            yield f"no {of[role]}", compute.is_finite(number(role))
+            yield f"{of[role]} above {most:g}", compute.less_equal(number(role), most)
+
+
+def wanted_rows(batch: Any, config: FilterConfig, columns: dict[str, str], left_out: Counter[str]) -> Any:
+    """Return the rows of a batch that meet all conditions, as a numpy array of truth values; count the others."""
+    compute, wanted = needed("pyarrow.compute"), np.ones(batch.num_rows, bool)
+    for why, meets in conditions(batch, config, columns):
+        met = compute.fill_null(meets, False).to_numpy(zero_copy_only=False)
+        left_out[why] += int((wanted & ~met).sum())
+        wanted &= met
+    return wanted
+
+
+# --- the parts ---
 
 
 @dataclass(frozen=True)
 class Rows:
-    """One part of the metadata."""
+    """One part of the metadata. columns: role -> column."""
 
     path: Path
     num_rows: int
-    columns: Columns
+    columns: dict[str, str]
 
     @property
     def stem(self) -> str:
@@ -61,14 +173,8 @@ def find_rows(folder: Path, config: FilterConfig) -> list[Rows]:
         try:
             with open_table(path) as table:
                 found.append(Rows(path, table.metadata.num_rows, find_columns(table.schema_arrow, config, str(path))))
-                if table.metadata.num_rows > MOST_ROWS:
-                    problems.append(f"{path}: more than {MOST_ROWS:,} rows. Cut it into several files.")
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             problems += str(error).splitlines()
-        except OSError as error:
-            problems.append(f"{path}: cannot be read: {_first_line(error)}. Remove it, or look at its disk.")
-        if f"{path.stem}.json" == PLAN_FILE:
-            problems.append(f"{path}: the stage has a file {PLAN_FILE} of its own. Give it another name.")
     if problems:
         raise ConfigError(problems)
     return found
@@ -79,11 +185,9 @@ def open_table(path: Path, todo: str = AGAIN) -> Any:
     parquet = needed("pyarrow.parquet")
     try:
         return parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
-    except OSError as error:
-        if error.errno is not None:
+    except (OSError, ValueError) as error:  # pyarrow's own are of these kinds
+        if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise ValueError(f"{path}: cannot be read as Parquet: {_first_line(error)}. {todo}") from error
-    except ValueError as error:  # pyarrow's own are of that kind
         raise ValueError(f"{path}: cannot be read as Parquet: {_first_line(error)}. {todo}") from error
 
 
@@ -91,8 +195,7 @@ def without_views(schema: Any) -> Any:
     """Return a schema with plain types for string_view and binary_view, whose rows pyarrow cannot take."""
     arrow = needed("pyarrow")
     plain = {arrow.string_view(): arrow.large_string(), arrow.binary_view(): arrow.large_binary()}
-    fields = [field.with_type(plain.get(field.type, field.type)) for field in schema]
-    return arrow.schema(fields, schema.metadata)
+    return arrow.schema([field.with_type(plain.get(field.type, field.type)) for field in schema], schema.metadata)
 
 
 def _first_line(error: Exception) -> str:
@@ -104,142 +207,97 @@ def batches(part: Rows, names: Sequence[str] | None = None) -> Iterator[Any]:
     seen = 0
     try:
         with open_table(part.path) as table:
-            for batch in table.iter_batches(ROWS, columns=None if names is None else list(names), use_threads=False):
-                yield batch if (schema := without_views(batch.schema)) == batch.schema else batch.cast(schema)
+            for batch in table.iter_batches(ROWS, columns=names, use_threads=False):
+                yield batch.cast(without_views(batch.schema))
                 seen += batch.num_rows
-    except GeneratorExit:
-        raise
     except (OSError, ValueError) as error:
         text = f"{part.path}: damaged after row {seen:,} of {part.num_rows:,}: {_first_line(error)}"
         raise Failed(f"{text}. {AGAIN}") from error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The stage
-# ---------------------------------------------------------------------------------------------------------------------
+# --- the stage ---
 
 Run = Callable[[Callable[[int], Any], Sequence[int], Sequence[int], str], None]
 """Calls a function with each number on an engine, and shows the progress under a name. The third: rows of each number."""
 
 
-def filter_all(config: LaionConfig, run: Run) -> dict[str, Any]:
-    """Make the stage, or what is missing of it; return its account."""
+def filter_all(config: LaionConfig, run: Run) -> None:
+    """Make the stage, or what is missing of it."""
     own = config.filter
     place, parts = Folder(str(config.inside(FILTERED))), find_rows(config.inside(METADATA), own)
-    keys = {key: value for key, value in asdict(own).items() if value is not None and key != "rows_at_once"}
+    keys = {key: value for key, value in asdict(own).items() if value is not None}
     inputs = [{**known_by(part.path), "rows": part.num_rows} for part in parts]
-    sizes = [part.num_rows for part in parts]
     with place.only_writer():
         begin(place, Plan(MADE_BY, "rows", {}, 0, {"filter": keys}, inputs))
-        if own.unique is not None and f"{LATER}/{ALL}" not in place.names(f"{LATER}/"):
-            todo = _missing(place, parts, f"{DIGESTS}/")
-            run(functools.partial(write_digests, place, parts, own), todo, sizes, "digests")
-            _write_later(place, parts, own)
-        run(functools.partial(write_rows, place, parts, own), _missing(place, parts, ""), sizes, "filter")
-        account = account_of(place, [part.stem for part in parts])
+        there = place.names()
+        if own.unique is not None and f"{LATER}/{ALL}" not in there:
+            write_later(place, parts, own)
+        todo = [number for number, part in enumerate(parts) if f"{part.stem}.json" not in there]
+        run(functools.partial(write_rows, place, parts, own), todo, [part.num_rows for part in parts], "filter")
         place.clear_scratch()
-    return account
 
 
-def _missing(place: Folder, parts: Sequence[Rows], folder: str) -> list[int]:
-    names = place.names(folder)
-    return [number for number, part in enumerate(parts) if f"{folder}{part.stem}.json" not in names]
+def write_later(place: Folder, parts: Sequence[Rows], config: FilterConfig) -> None:
+    """Write which wanted rows of each part have the value of an earlier one, by 64 bits of the values' hashes."""
+    import pandas
 
-
-def account_of(place: Folder, stems: Sequence[str]) -> dict[str, Any]:
-    """Return rows, rows that are left, and why others are not, of all parts."""
-    left_out: Counter[str] = Counter()
-    rows = kept = 0
-    for stem in stems:
-        of_part = json.loads(place.read(f"{stem}.json"))
-        rows, kept = rows + of_part["rows"], kept + of_part["kept"]
-        left_out.update(of_part["left_out"])
-    return {"rows": rows, "kept": kept, "left_out": dict(left_out.most_common())}
-
-
-def write_digests(place: Folder, parts: Sequence[Rows], config: FilterConfig, number: int) -> int:
-    """Write the digests of one part's wanted rows; return how many rows were read."""
-    part = parts[number]
-    unique = part.columns.unique
-    assert unique is not None
-
-    def chunks() -> Iterator[np.ndarray]:
-        first, asked = 0, conditions(config, part.columns)
-        for batch in batches(part, part.columns.names):
-            column = batch.column(unique)
-            wanted = wanted_rows(batch, asked, Counter()) & column.is_valid().to_numpy(zero_copy_only=False)
-            [rows] = np.nonzero(wanted)
-            yield digests(values_of(column.take(needed("pyarrow").array(rows)), unique), rows + first)
-            first += batch.num_rows
-
-    def put(run: int, content: np.ndarray) -> None:
-        _put_array(place, f"{DIGESTS}/{part.stem}-{run:02d}.npy", content)
-
-    num_runs, total = write_runs(chunks(), max(1, config.rows_at_once // 4), put)
-    place.put_bytes(f"{DIGESTS}/{part.stem}.json", json.dumps({"runs": num_runs, "digests": total}).encode())
-    return part.num_rows
-
-
-def values_of(column: Any, name: str) -> list[Any]:
-    """Return a column as Python values; texts as bytes, since writers of Parquet do not check that they are UTF-8.
-
-    What has no Python value, such as a time out of range, is None.
-    """
-    arrow = needed("pyarrow")
-    if has_texts(column.type):
-        column = column.cast(arrow.large_string()).cast(arrow.large_binary())
-    lost: Counter[str] = Counter()
-    values = tables.values_of(column, name, lost)
-    tables.log_lost(lost, "metadata")
-    return values
-
-
-def _put_array(place: Folder, name: str, content: np.ndarray) -> None:
-    with place.scratch_folder() as folder:
-        file = folder / Path(name).name
-        np.save(file, content)
-        place.put(name, file)
-
-
-def _write_later(place: Folder, parts: Sequence[Rows], config: FilterConfig) -> None:
-    """Write which rows of each part have the value of an earlier row."""
-    runs = []
-    for number, part in enumerate(parts):
-        num_runs = json.loads(place.read(f"{DIGESTS}/{part.stem}.json"))["runs"]
-        runs += [(number, place.path / DIGESTS / f"{part.stem}-{run:02d}.npy") for run in range(num_runs)]
-
-    def put(number: int, rows: np.ndarray) -> None:
-        _put_array(place, f"{LATER}/{parts[number].stem}.npy", rows)
-
-    with place.scratch_folder() as folder:
-        duplicates_of(runs, config.rows_at_once, folder, put)
+    found = [_hashes(part, config) for part in tqdm(parts, unit=" parts", desc="unique")]
+    is_later = pandas.Series(np.concatenate([hashes for _, hashes in found])).duplicated().to_numpy()
+    first = 0
+    for part, (rows, _) in zip(parts, found, strict=True):
+        with place.scratch_folder() as folder:
+            np.save(folder / f"{part.stem}.npy", rows[is_later[first : first + len(rows)]])
+            place.put(f"{LATER}/{part.stem}.npy", folder / f"{part.stem}.npy")
+        first += len(rows)
     place.put_bytes(f"{LATER}/{ALL}", b"{}\n")
-    for _, path in runs:
-        path.unlink(missing_ok=True)
+
+
+def _hashes(part: Rows, config: FilterConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Return the wanted rows of a part that have a value in the column of `unique`, and 64 bits of each value's hash."""
+    from pandas.util import hash_array
+
+    arrow = needed("pyarrow")
+    rows, hashes, first = [np.empty(0, np.int64)], [np.empty(0, np.uint64)], 0
+    for batch in batches(part, sorted(set(part.columns.values()))):
+        column = batch.column(part.columns["unique"])
+        if not arrow.types.is_binary(column.type) and not arrow.types.is_large_binary(column.type):
+            column = column.cast(arrow.large_string())
+        is_valid = column.is_valid().to_numpy(zero_copy_only=False)
+        [found] = np.nonzero(wanted_rows(batch, config, part.columns, Counter()) & is_valid)
+        values = column.take(arrow.array(found)).cast(arrow.large_binary())  # not each writer checks that it is UTF-8
+        hashes.append(hash_array(np.array(values.to_pylist(), dtype=object), categorize=False))
+        rows.append(found + first)
+        first += batch.num_rows
+    return np.concatenate(rows), np.concatenate(hashes)
 
 
 def write_rows(place: Folder, parts: Sequence[Rows], config: FilterConfig, number: int) -> int:
     """Write the rows of one part that are wanted, and its account; return how many rows were read."""
-    part, parquet = parts[number], needed("pyarrow.parquet")
+    part, arrow, parquet = parts[number], needed("pyarrow"), needed("pyarrow.parquet")
     later = place.path / LATER / f"{part.stem}.npy"
-    is_later = np.load(later) if later.is_file() else np.empty(0, np.uint32)
+    is_later = np.load(later) if config.unique is not None else np.empty(0, np.int64)
     left_out: Counter[str] = Counter()
     kept = first = 0
     with place.scratch_folder() as folder:
         file = folder / f"{part.stem}.parquet"
         with open_table(part.path) as table:
             schema = without_views(table.schema_arrow)
+        held = schema.empty_table()
         with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-            groups = RowGroups(writer, config.rows_per_tar)
-            asked = conditions(config, part.columns)
             for batch in batches(part):
-                wanted = wanted_rows(batch, asked, left_out)
+                wanted = wanted_rows(batch, config, part.columns, left_out)
                 of_batch = is_later[slice(*np.searchsorted(is_later, [first, first + batch.num_rows]))]
                 wanted[of_batch - first] = False
-                left_out[DUPLICATE] += len(of_batch)
+                left_out["duplicate"] += len(of_batch)
                 first, kept = first + batch.num_rows, kept + int(wanted.sum())
-                groups.add(batch.filter(needed("pyarrow").array(wanted)))
-            groups.close()
+                held = arrow.concat_tables(
+                    [held, arrow.Table.from_batches([batch.filter(arrow.array(wanted))], schema)]
+                )
+                while held.num_rows >= config.rows_per_tar:
+                    writer.write_table(held.slice(0, config.rows_per_tar), row_group_size=config.rows_per_tar)
+                    held = held.slice(config.rows_per_tar)
+            if held.num_rows:
+                writer.write_table(held)
         account = {"rows": first, "kept": kept, "left_out": {why: num for why, num in left_out.items() if num}}
         assert first == kept + sum(left_out.values()), account
         if first != part.num_rows:
@@ -249,40 +307,13 @@ def write_rows(place: Folder, parts: Sequence[Rows], config: FilterConfig, numbe
     return part.num_rows
 
 
-class RowGroups:
-    """Writes rows in groups of one length, but for the last one."""
-
-    def __init__(self, writer: Any, length: int):
-        self._writer, self._length = writer, length
-        self._held: list[Any] = []
-        self._num_held = 0
-
-    def add(self, batch: Any) -> None:
-        """Take rows, and write the groups that are full."""
-        while batch.num_rows:
-            taken = batch.slice(0, self._length - self._num_held)
-            batch = batch.slice(taken.num_rows)
-            self._held.append(taken)
-            self._num_held += taken.num_rows
-            if self._num_held == self._length:
-                self.close()
-
-    def close(self) -> None:
-        """Write what is held."""
-        if self._held:
-            table = needed("pyarrow").Table.from_batches(self._held)
-            self._writer.write_table(table, row_group_size=self._length)
-        self._held, self._num_held = [], 0
-
-
 def filtered_parts(config: LaionConfig) -> list[Path]:
     """Return the files of the finished stage. Raises Refused: it is not finished."""
     folder, names = config.inside(FILTERED), []
     if (folder / PLAN_FILE).is_file():  # and not the metadata, which may be removed in whole or in part by now
         names = [part["name"] for part in json.loads((folder / PLAN_FILE).read_bytes())["parts"]]
-    finals = [(folder / name, folder / f"{name.removesuffix('.parquet')}.json") for name in names]
-    missing = sum(not (path.is_file() and account.is_file()) for path, account in finals)
+    missing = [name for name in names if not (folder / name).with_suffix(".json").is_file()]
     if not names or missing:
-        what = f"{missing} of {len(names)} parts are missing" if names else "there are none"
+        what = f"{len(missing)} of {len(names)} parts are missing" if names else "there are none"
         raise Refused(f"filter: {folder}: {what}. {GO_ON}: python -m prepare.laion filter")
-    return [path for path, _ in finals]
+    return [folder / name for name in names]

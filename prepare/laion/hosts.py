@@ -1,28 +1,34 @@
-"""Which hosts are asked for a picture, and which answers forbid its use.
+"""Which hosts are asked for a picture, and how much of an answer is read.
 
 A table of URLs is anybody's: it may name a router, a machine of this network or a cloud's metadata service, also by a
 redirect, by a name that resolves to it, or as `http://2130706433/`. So each address is checked just before a socket connects.
+
+`install()` gives urllib, with which img2dataset downloads, an opener that knows http and https alone, asks public hosts
+alone, and leaves an answer that is longer than `most_bytes` or takes longer than `most_sec`.
 """
 
 from __future__ import annotations
 
+import functools
+import http.client
+import io
 import ipaddress
-import re
 import socket
-from collections.abc import Iterable
+import time
+import urllib.request
 from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from cli.private_api import require_private_api
 
 NOT_PUBLIC = "not a public address"
-FORBIDDEN = "Use of image disallowed by X-Robots-Tag directive"  # img2dataset's words
 PROTOCOLS = ipaddress.IPv4Network("192.0.0.0/24")  # RFC 6890; older Pythons know parts of it
 UNICAST = ipaddress.IPv6Network("2000::/3")  # all that IANA gives out: iana.org/assignments/ipv6-address-space
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
 
-# developers.google.com/search/docs/crawling-indexing/robots-meta-tag: `none` is noindex and nofollow; noai and noimageai are
-# DeviantArt's, which img2dataset heeds by default, as noindex and noimageindex.
-OPT_OUTS = {"noai", "noimageai", "noindex", "noimageindex", "none"}
-AGENTS = {"img2dataset", "*"}
-WITH_VALUE = {"max-image-preview", "max-snippet", "max-video-preview", "unavailable_after"}
+WHY = "a host's address is checked where a socket connects to it"
+require_private_api(http.client.HTTPConnection, "_create_connection", why=WHY)
+require_private_api(urllib.request.Request, "_tunnel_host", why=WHY)
 
 
 def is_public(address: str) -> bool:
@@ -62,19 +68,74 @@ def check_for_proxy(host: str) -> None:
         return
 
 
-def forbids_use(values: Iterable[str]) -> bool:
-    """True where headers X-Robots-Tag forbid to index an image or to train on it, to everybody or to img2dataset.
+class Bounded(io.RawIOBase):
+    """What comes from a host, up to a number of bytes and a time: its headers and the lengths of its chunks too."""
 
-    `BOT: noindex, nofollow, OTHER: noai`: a name is that of all directives up to the next name.
+    def __init__(self, raw: Any, most_bytes: int, most_sec: float):
+        self._raw, self._left, self._most_bytes = raw, most_bytes, most_bytes
+        self._until, self._most_sec = time.monotonic() + most_sec, most_sec
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read what there is. Raises OSError: it was too much, or took too long."""
+        if time.monotonic() > self._until:
+            raise TimeoutError(f"took more than {self._most_sec:g} s")
+        num = self._raw.readinto(buffer)
+        self._left -= num or 0
+        if self._left < 0:
+            raise OSError(f"more than {self._most_bytes / 2**20:g} MiB")
+        return num
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class Response(http.client.HTTPResponse):
+    """An answer with an end."""
+
+    most_bytes, most_sec = 2**26, 60.0
+
+    def __init__(self, *given: Any, **more: Any):
+        super().__init__(*given, **more)
+        self.fp = io.BufferedReader(Bounded(self.fp.detach(), self.most_bytes, self.most_sec))
+
+
+def install(most_bytes: int, most_sec: float, *, allow_private: bool = False) -> None:
+    """Make it urllib's opener in this process.
+
+    Args:
+        most_bytes, most_sec: of one answer.
+        allow_private: asks hosts whose addresses are not public too.
     """
-    for value in values:
-        is_for_us = True
-        for part in re.split("[,;]", value.lower()):
-            name, colon, rest = (text.strip() for text in part.partition(":"))
-            if colon and (name in WITH_VALUE or re.search(r"\s", name)):  # a value, or the time of day of a date
-                continue
-            if colon:
-                is_for_us, name = name.partition("/")[0] in AGENTS, rest
-            if is_for_us and name in OPT_OUTS:
-                return True
-    return False
+    limited = type("LimitedResponse", (Response,), {"most_bytes": most_bytes, "most_sec": most_sec})
+
+    def connection(kind: type, request: urllib.request.Request) -> Any:
+        """Return what makes a connection. A proxy may be anywhere; whom it is asked for may not."""
+        is_proxy = request.has_proxy() or request._tunnel_host is not None
+        if is_proxy and not allow_private:
+            check_for_proxy(unquote(urlsplit(request.full_url).hostname or ""))
+        way = socket.create_connection if is_proxy or allow_private else connect
+        return functools.partial(_connection, kind, limited, way)
+
+    class Http(urllib.request.HTTPHandler):
+        def http_open(self, request: Any) -> Any:
+            return self.do_open(connection(http.client.HTTPConnection, request), request)
+
+    class Https(urllib.request.HTTPSHandler):
+        def https_open(self, request: Any) -> Any:
+            return self.do_open(connection(http.client.HTTPSConnection, request), request)
+
+    opener, known = urllib.request.OpenerDirector(), urllib.request
+    others = known.HTTPDefaultErrorHandler, known.HTTPRedirectHandler, known.HTTPErrorProcessor
+    for handler in (known.ProxyHandler, known.UnknownHandler, Http, Https, *others):
+        opener.add_handler(handler())
+    urllib.request.install_opener(opener)
+
+
+def _connection(kind: type, response: type, connect: Any, host: str, **more: Any) -> Any:
+    made = kind(host, **more)
+    made.response_class, made._create_connection = response, connect
+    return made

@@ -12,7 +12,7 @@ word, and writes a tar in the order in which hosts answer. Here a tar depends on
 from __future__ import annotations
 
 import functools
-import http.client
+import io
 import json
 import os
 import re
@@ -23,21 +23,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import ExifTags, Image
+
 from cli.errors import Failed, Refused
-from prepare.laion import bounded
-from prepare.laion.config import TARS, ImagesConfig, LaionConfig
-from prepare.laion.filter import Run, filtered_parts, open_table, values_of
-from prepare.laion.resizer import bounded as bounded_resizer
-from prepare.laion.rows import find_columns, has_texts, needed
+from prepare import cells
+from prepare.laion import hosts
+from prepare.laion.config import TARS, LaionConfig
+from prepare.laion.filter import Run, filtered_parts, find_columns, needed, open_table
 from prepare.parts import GO_ON, Plan, begin
 from prepare.places import Folder
 from prepare.sources import known_by
+from stages.image_files import SampleError, conversion_of, open_image
+from stages.images import decode_image
 
 MADE_BY = "prepare.laion images"
 RESERVED = ("key", "caption", "url", "width", "height", "original_width", "original_height", "status", "error_message")
 RESERVED += ("exif", "md5", "sha256", "sha512")  # img2dataset's own columns
-MAX_REASONS, MAX_REASON = 30, 80
-OTHERS = "another reason"
+OPT_OUTS = ["noai", "noimageai", "noindex", "noimageindex", "none"]  # of X-Robots-Tag; `none`: noindex, nofollow
+MAX_REASON = 60
 
 
 @dataclass(frozen=True)
@@ -74,37 +77,18 @@ def name_of(number: int) -> str:
     return f"{number:05d}"
 
 
-def settings_of(config: ImagesConfig) -> dict[str, Any]:
-    """Return what the bytes of a tar depend on."""
-    left_out = ("threads", "min_success")
-    return {key: value for key, value in asdict(config).items() if key not in left_out}
-
-
-def bring_all(config: LaionConfig, run: Run) -> dict[str, Any]:
-    """Make the stage, or what is missing of it; return its account."""
-    needed("pyarrow")
+def bring_all(config: LaionConfig, run: Run) -> None:
+    """Make the stage, or what is missing of it."""
     img2dataset("downloader")
     place, (parts, inputs) = Folder(str(config.inside(TARS))), find_parts(config)
-    names = [name_of(number) for number in range(len(parts))]
+    changes_nothing = ("threads", "min_success")  # of the bytes of a tar
+    keys = {key: value for key, value in asdict(config.images).items() if key not in changes_nothing}
     with place.only_writer():
-        begin(place, Plan(MADE_BY, "tars", {}, 0, {"images": settings_of(config.images)}, inputs))
+        begin(place, Plan(MADE_BY, "tars", {}, 0, {"images": keys}, inputs))
         there = place.names()
-        todo = [number for number, name in enumerate(names) if f"{name}.json" not in there]
+        todo = [number for number in range(len(parts)) if f"{name_of(number)}.json" not in there]
         run(functools.partial(bring_part, place, parts, config), todo, [part.num_rows for part in parts], "images")
-        account = account_of(place, names)
         place.clear_scratch()
-    return account
-
-
-def account_of(place: Folder, names: Sequence[str]) -> dict[str, Any]:
-    """Return rows, pictures that arrived, and why others did not, of all parts."""
-    left_out: Counter[str] = Counter()
-    rows = kept = num_bytes = 0
-    for name in names:
-        of_part = json.loads(place.read(f"{name}.json"))
-        rows, kept, num_bytes = rows + of_part["rows"], kept + of_part["kept"], num_bytes + of_part["bytes"]
-        left_out.update(of_part["left_out"])
-    return {"rows": rows, "kept": kept, "bytes": num_bytes, "left_out": dict(common(left_out).most_common())}
 
 
 def bring_part(place: Folder, parts: Sequence[Part], config: LaionConfig, number: int) -> int:
@@ -115,10 +99,10 @@ def bring_part(place: Folder, parts: Sequence[Part], config: LaionConfig, number
     """
     part, name = parts[number], name_of(number)
     with place.scratch_folder() as folder:
-        rows, columns = folder / "rows.feather", write_rows(part, config, folder / "rows.feather")
-        downloader = downloader_for(config, folder, columns)
+        rows = folder / "rows.feather"
+        downloader = downloader_for(config, folder, write_rows(part, config, rows))
         most_bytes, most_sec = config.images.most_mib * 2**20, float(config.images.most_sec)
-        bounded.install(most_bytes, most_sec, allow_private=config.images.allow_private)
+        hosts.install(most_bytes, most_sec, allow_private=config.images.allow_private)
         downloader.download_shard((number, str(rows)))
         statuses = needed("pyarrow.parquet").read_table(folder / f"{name}.parquet").sort_by("key")
         if len(statuses) < part.num_rows:  # img2dataset prints an error of its writer, and goes on
@@ -132,11 +116,10 @@ def bring_part(place: Folder, parts: Sequence[Part], config: LaionConfig, number
         sort_tar(folder / f"{name}.tar", folder / "sorted" / f"{name}.tar")
         table = folder / "sorted" / f"{name}.parquet"
         needed("pyarrow.parquet").write_table(statuses, table, compression="zstd")
-        account = {"rows": part.num_rows, "kept": kept, "bytes": (folder / "sorted" / f"{name}.tar").stat().st_size}
+        account = {"rows": part.num_rows, "kept": kept, "left_out": dict(left_out.most_common())}
         place.put(f"{name}.tar", folder / "sorted" / f"{name}.tar")
         place.put(f"{name}.parquet", table)
-    content = {**account, "left_out": dict(left_out.most_common())}
-    place.put_bytes(f"{name}.json", (json.dumps(content, indent=1) + "\n").encode())
+    place.put_bytes(f"{name}.json", (json.dumps(account, indent=1) + "\n").encode())
     return part.num_rows
 
 
@@ -144,46 +127,34 @@ def write_rows(part: Part, config: LaionConfig, path: Path) -> list[str]:
     """Write a part's rows as img2dataset reads them, `url` and `caption` last; return its columns."""
     arrow = needed("pyarrow")
     with _opened(part.path) as table:
-        columns = find_columns(table.schema_arrow, config.filter, str(part.path))
+        found = find_columns(table.schema_arrow, config.filter, str(part.path))
         rows = table.read_row_group(part.group)
-    given = {columns.url: "url", columns.caption: "caption"}
+    own = {found["url"]: "url", found["caption"]: "caption"}
     names: list[str] = []
     for name in rows.column_names:
-        own = given.get(name) or (f"{name}_of_table" if name in RESERVED else name)
-        while own in names:
-            own += "_"
-        names.append(own)
-    rows = rows.rename_columns(names)
-    ordered = [name for name in names if name not in ("url", "caption")]
-    ordered += ["caption"] * (columns.caption is not None) + ["url"]
-    rows = rows.select(ordered)
-    for number, field in enumerate(rows.schema):  # JSON has no times and no bytes
-        if not _is_plain(rows.column(number)):
-            rows = rows.set_column(number, field.name, _as_texts(rows.column(number), field.name))
+        names.append(own.get(name) or (f"{name}_of_table" if name in RESERVED else name))
+        while names.count(names[-1]) > 1:
+            names[-1] += "_"
+    columns = {name: _as_plain(column, name) for name, column in zip(names, rows.columns, strict=True)}
+    ordered = [*(name for name in names if name not in ("url", "caption")), "caption", "url"]
+    rows = arrow.table({name: columns[name] for name in ordered})
     with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_file(file, rows.schema) as writer:
         writer.write_table(rows)
     return ordered
 
 
-def _is_plain(column: Any) -> bool:
+def _as_plain(column: Any, name: str) -> Any:
+    """Return a column as JSON has it: numbers and truth values as they are, all else as texts."""
     arrow, kind = needed("pyarrow"), column.type
-    types = arrow.types
-    if types.is_string(kind):
-        try:
-            column.validate(full=True)
-        except arrow.ArrowInvalid:  # bytes that are no UTF-8
-            return False
-        return True
-    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-
-
-def _as_texts(column: Any, name: str) -> Any:
-    is_text = has_texts(column.type)
-    values = (
-        None if value is None else value.decode(errors="replace") if is_text else str(value)
-        for value in values_of(column, name)
+    if arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind):
+        return column
+    lost = Counter[str]()
+    values = [None if value is None else str(value) for value in cells.values_of(column, name, lost)]
+    cells.log_lost(lost, "metadata")
+    plain = (
+        None if text is None else text.encode(errors="surrogateescape").decode(errors="replace") for text in values
     )
-    return needed("pyarrow").array(list(values), needed("pyarrow").string())
+    return arrow.array(list(plain), arrow.string())
 
 
 def img2dataset(name: str) -> Any:
@@ -200,7 +171,7 @@ def downloader_for(way: LaionConfig, folder: Path, columns: Sequence[str]) -> An
     downloader, resizer, writer = map(img2dataset, ("downloader", "resizer", "writer"))
     return downloader.Downloader(
         sample_writer_class=writer.WebDatasetSampleWriter,
-        resizer=bounded_resizer(resizer.Resizer)(
+        resizer=bounded(resizer.Resizer)(
             image_size=config.image_size,
             resize_mode=config.resize_mode,
             resize_only_if_bigger=True,
@@ -208,7 +179,7 @@ def downloader_for(way: LaionConfig, folder: Path, columns: Sequence[str]) -> An
             skip_reencode=config.skip_reencode,
         ),
         thread_count=min(config.threads, way.filter.rows_per_tar),
-        save_caption="caption" in columns,
+        save_caption=True,
         extract_exif=config.exif,
         output_folder=str(folder),
         column_list=list(columns),
@@ -219,49 +190,24 @@ def downloader_for(way: LaionConfig, folder: Path, columns: Sequence[str]) -> An
         verify_hash_type=None,
         encode_format="jpg",
         retries=config.retries,
-        user_agent_token=None,
-        disallowed_header_directives=None,  # prepare/laion/hosts.py reads them
+        user_agent_token="img2dataset",
+        disallowed_header_directives=OPT_OUTS,
     )
 
 
 def counts_of(statuses: Any) -> tuple[int, Counter[str]]:
     """Return how many rows arrived, and how many others there are of each reason."""
-    kept, left_out = 0, Counter[str]()
     pairs = zip(statuses.column("status").to_pylist(), statuses.column("error_message").to_pylist(), strict=True)
-    for status, message in pairs:
-        if status == "success":
-            kept += 1
-        else:
-            left_out[reason_of(message)] += 1
-    return kept, common(left_out)
-
-
-def common(left_out: Counter[str]) -> Counter[str]:
-    """Return the reasons that are most common, and a last one for all others."""
-    others = left_out.pop(OTHERS, 0)
-    found = Counter(dict(left_out.most_common(MAX_REASONS)))
-    others += left_out.total() - found.total()
-    return found + Counter({OTHERS: others})
+    reasons = Counter("success" if status == "success" else reason_of(message) for status, message in pairs)
+    return reasons.pop("success", 0), reasons
 
 
 def reason_of(message: str | None) -> str:
-    """Return why a row did not arrive, without what is of this row alone: numbers of bytes, addresses, places in code."""
+    """Return why a row did not arrive, without what is of this row alone, or what a host likes to say."""
     text = re.sub(r"^<urlopen error (.*)>$", r"\1", " ".join((message or "no reason").split()))
-    if match := re.match(r"HTTP Error (\d{3}):", text):
-        return _reason_of_status(int(match[1]), text)
-    if text.startswith("OpenCV("):
-        return "Image decoding error"
-    text = re.sub(r"\[Errno -?\d+\] |\[SSL: \w+\] | \(_ssl\.c:\d+\)|\(\d+ bytes read.*\)", "", text)
-    text = re.sub(r"https?://\S+|(?<!\w)'[^']*'|\"[^\"]*\"", "...", text)  # but not the one of `can't`
-    text = re.sub(r"position \d+(-\d+)?", "position ...", text)
-    return "".join(letter for letter in text if letter.isprintable())[:MAX_REASON]
-
-
-def _reason_of_status(code: int, text: str) -> str:
-    """Return it with the usual words: a host sends what it likes."""
-    if 300 <= code < 400:
-        return "redirected without an end" if "infinite loop" in text else "redirected to no web address"
-    return f"HTTP Error {code}: {http.client.responses.get(code, 'unknown')}"
+    text = re.sub(r"(HTTP Error \d{3}|OpenCV).*", r"\1", text)
+    text = re.sub(r"https?://\S+|\[[^]]*\] ?|\([^)]*\)|'[^']*'|\"[^\"]*\"|position \d+(-\d+)?", "", text)
+    return "".join(letter for letter in text if letter.isprintable()).strip()[:MAX_REASON]
 
 
 def sort_tar(path: Path, to: Path) -> None:
@@ -275,3 +221,51 @@ def sort_tar(path: Path, to: Path) -> None:
             plain.size = member.size
             target.addfile(plain, content)
     path.unlink()
+
+
+# --- what OpenCV gets ---
+
+# img2dataset decodes by OpenCV whatever a host sends, and asks for the size of no header: a PNG of 1.5 MB can claim 14,000 x
+# 14,000 px of RGBA in 16 bits, of which OpenCV and the mixing with white make 12 GB. So the header of each file is read
+# first, by the one rule of all our readers. What OpenCV decodes in another way than our readers (other kinds of files,
+# embedded profiles, EXIF rotation) it gets as pixels.
+
+
+def bounded(resizer: Any) -> Any:
+    """Return a subclass of img2dataset's Resizer. Its objects take an open file; they return a JPEG, or why there is none."""
+
+    class BoundedResizer(resizer):
+        def __call__(self, img_stream: io.BytesIO, blurring_bbox_list: Any = None) -> tuple[Any, ...]:
+            keeps_bytes = self.skip_reencode and self.resize_mode.name == "no"
+            try:
+                content = readable_by_opencv(img_stream.getvalue(), keeps_bytes)
+            except SampleError as error:
+                return None, None, None, None, None, str(error)
+            return super().__call__(io.BytesIO(content), blurring_bbox_list)
+
+    return BoundedResizer
+
+
+def readable_by_opencv(content: bytes, keeps_bytes: bool) -> bytes:
+    """Return a JPEG itself where OpenCV decodes it as our readers do, else a BMP of what they see.
+
+    Args:
+        keeps_bytes: a JPEG is stored as it is, with its profile and its rotation.
+
+    Raises:
+        SampleError: it cannot be used.
+    """
+    try:
+        with open_image(content) as image:
+            is_jpeg = image.format in ("JPEG", "MPO")
+            is_upright = keeps_bytes or image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+            is_kept = is_jpeg and is_upright and (keeps_bytes or conversion_of(image) is None)
+    except SampleError:
+        raise
+    except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
+        raise SampleError("truncated or damaged image") from error
+    if is_kept:
+        return content
+    file = io.BytesIO()
+    Image.fromarray(decode_image(content).permute(1, 2, 0).numpy()).save(file, "BMP")
+    return file.getvalue()
