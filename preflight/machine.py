@@ -173,13 +173,13 @@ FEWER_SAMPLES = "read fewer samples in an epoch: data.streams=[{remote: ..., cho
 
 @dataclass(frozen=True)
 class OrderNeed:
-    """What the order of an epoch takes on this machine (stages/shuffling.py)."""
+    """What the order of an epoch takes on this machine (stages/order.py)."""
 
     samples: int
     shared_gib: float
     """Of /dev/shm, while an epoch begins."""
     gib: float
-    """Of its memory, at most: the next epoch's, made ahead, included."""
+    """Of its memory, at most."""
 
 
 def check_host_memory(gib_by_kind: Mapping[str, float]) -> Findings:
