@@ -43,7 +43,7 @@ from cli.log import EVERY_RANK, log
 from cli.private_api import require_private_api
 from stages.shard_readers import Adopted, Readers
 from stages.shard_table import ShardTable
-from stages.store_errors import explain_store_error
+from stages.store_errors import explain_store_error, is_passing
 from stages.stores import READ_TIMEOUT_SEC, client_of
 
 HASH = "xxh64"  # of every shard of our own
@@ -57,17 +57,6 @@ SOON_SEC = (1.0, 2.0, 4.0, 8.0, 15.0)
 LONGEST_WAIT_SEC = 10.0
 DISK_ERRORS = {errno.EIO, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}
 DISK_ERRORS |= {errno.EACCES, errno.EPERM}
-# What a store, or its client, will not say otherwise in a minute.
-REFUSALS = {"301", "400", "403", "404", "AccessDenied", "AllAccessDisabled", "InvalidAccessKeyId", "NoSuchBucket"}
-REFUSALS |= {"NoSuchKey", "SignatureDoesNotMatch"}
-HOPELESS = {
-    "AuthenticationException",
-    "BadHostKeyException",
-    "FileNotFoundError",
-    "IsADirectoryError",
-    "NoCredentialsError",
-}
-HOPELESS |= {"PartialCredentialsError", "PermissionError", "ProfileNotFound", "SSLError"}
 # Of a killed fetch: streaming's, boto3's.
 LEFT_OVER = re.compile(r"(.+\.mds(\.(br|bz2|gz|snappy|zstd))?|index\.json)(\.(tmp|[0-9A-Fa-f]{8}))+")
 
@@ -203,14 +192,6 @@ def fetch(
             until = time.monotonic() + wait_sec
             while time.monotonic() < until and is_wanted():
                 time.sleep(0.1)
-
-
-def is_passing(error: Exception) -> bool:
-    """True for what the absence of a store brings: no connection, no answer, "too busy"; the unknown counts as such."""
-    answer = getattr(error, "response", None)
-    if isinstance(answer, dict):
-        return str(answer.get("Error", {}).get("Code")) not in REFUSALS
-    return type(error).__name__ not in HOPELESS
 
 
 def _refuse_own_disk(error: BaseException | None, local: Path) -> None:

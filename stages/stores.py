@@ -146,7 +146,9 @@ def s3_client(timeout: float = READ_TIMEOUT_SEC, attempts: int = 1, *, unsigned:
         retries={"total_max_attempts": attempts},
         signature_version=UNSIGNED if unsigned else None,
     )
-    return Session(botocore_session=session).client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
+    return Session(botocore_session=session).client(
+        "s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL") or None
+    )
 
 
 class BriefSFTPDownloader(SFTPDownloader):

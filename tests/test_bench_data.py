@@ -194,7 +194,7 @@ def test_an_interrupt_that_ends_the_loader_processes_too_leaves_no_folder_behind
         (
             "s3://key:SECRET@bucket/x",
             "s3://key:***@bucket/x has credentials in it. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile in "
-            "AWS_PROFILE, and leave it out. Write s3://BUCKET/PREFIX.",
+            "AWS_PROFILE, and leave it out.",
         ),
     ],
 )
