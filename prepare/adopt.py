@@ -319,7 +319,7 @@ def adopt(remote: str, config: AdoptConfig) -> Adoption:
     """
     try:
         index = read_index(remote)
-        shards = index.shards()
+        shards = index.shards
     except ValueError as error:
         raise ConfigError([f"REMOTE: {error}"]) from error
     check_is_of_others(remote, config.facts)

@@ -141,7 +141,7 @@ class MachineStages(StreamingDataset):
             _on_one_rank_of_each_machine(stream.fetch_index)
             if stream.table is None:
                 text = Path(stream.local, INDEX).read_bytes()
-                stream.table = parsed_index(stream.local, text, of_others=stream.adopted is not None).shards()
+                stream.table = parsed_index(stream.local, text, of_others=stream.adopted is not None).shards
         _on_one_rank_of_each_machine(self._take_number)
         number = dist.all_gather_object(self._number)[dist.get_global_rank() - dist.get_local_rank()]
         _construct(self, number, streams=list(streams), **arguments)

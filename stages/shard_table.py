@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 OWN = ("raw_data", "zip_data", "samples")
@@ -138,24 +137,20 @@ class TableWriter:
         self.kind_of, self.samples, self.raw_bytes, self.zip_bytes = array("i"), array("q"), array("q"), array("q")
         self.names, self.hashes, self.zips = _TextsWriter(), _TextsWriter(), _TextsWriter()
 
-    def add(self, shard: Mapping[str, Any]) -> int:
-        """Add an entry that has been looked at; return the number of its kind."""
-        kind = json.dumps({key: value for key, value in shard.items() if key not in OWN})
-        number, raw, packed = self.kinds.setdefault(kind, len(self.kinds)), shard["raw_data"], shard["zip_data"]
-        self.add_alike(number, raw["basename"], raw["bytes"], json.dumps(raw["hashes"]), shard["samples"], packed)
-        return number
+    def has_kind(self, shard: Mapping[str, Any]) -> bool:
+        """True where an entry with the same in common is there."""
+        return _kind(shard) in self.kinds
 
-    def add_alike(
-        self, kind: int, name: str, num_bytes: int, hashes: str, samples: int, packed: Mapping[str, Any] | None = None
-    ) -> None:
-        """Add an entry of a kind that is known. `hashes`: as JSON."""
-        self.kind_of.append(kind)
-        self.names.add(name)
-        self.raw_bytes.append(num_bytes)
-        self.hashes.add(hashes)
-        self.samples.append(samples)
+    def add(self, shard: Mapping[str, Any]) -> None:
+        """Add an entry that has been looked at."""
+        raw, packed = shard["raw_data"], shard["zip_data"]
+        self.kind_of.append(self.kinds.setdefault(_kind(shard), len(self.kinds)))
+        self.names.add(raw["basename"])
+        self.raw_bytes.append(raw["bytes"])
+        self.hashes.add(json.dumps(raw["hashes"]))
+        self.samples.append(shard["samples"])
         self.zip_bytes.append(packed["bytes"] if packed else 0)
-        self.zips.add(json.dumps(packed))
+        self.zips.add("null" if packed is None else json.dumps(packed))
 
     def done(self) -> ShardTable:
         samples, raw_bytes, zip_bytes = map(np.array, (self.samples, self.raw_bytes, self.zip_bytes))
@@ -179,11 +174,8 @@ def table_of(shards: Iterable[Mapping[str, Any]]) -> ShardTable:
     return writer.done()
 
 
-def fingerprints(shards: Iterable[Mapping[str, Any]]) -> NDArray[np.uint64]:
-    """# -> (N,), one for each entry of an index: of its file's name, bytes and hashes."""
-    raw = (shard["raw_data"] for shard in shards)
-    texts = (f"{file['basename']}\0{file['bytes']}\0{json.dumps(file['hashes'])}" for file in raw)
-    return np.fromiter((xxhash.xxh64_intdigest(text.encode("utf-8", "surrogatepass")) for text in texts), np.uint64)
+def _kind(shard: Mapping[str, Any]) -> str:
+    return json.dumps({key: value for key, value in shard.items() if key not in OWN})
 
 
 NO_SHARDS = table_of([])

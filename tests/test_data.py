@@ -284,8 +284,10 @@ def test_values_that_cannot_be_are_named(stage, tmp_path):
     assert texts(remote=str(stage), local=str(stage)) == [
         f"data.local: {stage} is data.remote too. Leave it out: a folder is read in place."
     ]
-    raw = {"basename": "shard.00000.mds", "bytes": 5, "hashes": {"xxh64": "0" * 16}}
-    (tmp_path / "index.json").write_text(json.dumps({"shards": [{"raw_data": raw}]}))
+    damaged = (stage / "index.json").read_text().replace('"samples": ', '"sumples": ', 1)
+    (tmp_path / "index.json").write_text(damaged)  # most shards are still the stage's
+    assert texts(remote=str(stage), local=str(tmp_path)) == []
+    (tmp_path / "index.json").write_text(json.dumps({"xxh64": "0" * 16}))
     assert texts(remote=str(stage), local=str(tmp_path)) == [
         f"data.local: {tmp_path} holds shards of another stage than {stage}. Give another folder, or remove this one."
     ]
@@ -331,4 +333,4 @@ def test_an_index_in_a_store_is_fetched_once_a_start(stage, store, in_store, ind
         assert indexes_fetched() == ["/easel/once/index.json"]
     store[0].put_object(Bucket="easel", Key="once/index.json", Body=content + b" ")
     [(key, text)] = DataConfig(**config).problems(8, {})  # though the cache has the right one
-    assert key == "data.remote" and " is not the one that dataset.json was written for " in text
+    assert key == "data.remote" and "dataset.json was written for " in text
