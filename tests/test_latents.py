@@ -432,7 +432,7 @@ def test_a_pickled_column_is_not_read(tmp_path, capsys):
         ),
         (
             ["{empty}", "{tmp}/out"],
-            ["IN: {empty}/index.json lists no shard. Make the stage again: python -m prepare.shards --help"],
+            ["IN: {empty}/index.json lists no sample. Make the stage again: python -m prepare.shards --help"],
         ),
         (
             ["{wordless}", "{tmp}/out"],

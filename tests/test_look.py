@@ -472,8 +472,10 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(stage, tmp_path, ca
         (
             ["{pickled}", "{tmp}/a.png"],
             [
-                'REMOTE: {pickled}/index.json: shards[0].column_encodings is ["str", "pkl", "bytes", "str"]. Possible: '
-                "encodings of MDS, but none that could run code, as pkl. Make the stage again: python -m prepare.shards --help"
+                'REMOTE: {pickled}/index.json: shards[0].column_encodings is ["str", "pkl", "int", "bytes", "str", "json", '
+                '"int"]. Possible: '
+                "encodings of MDS, but none that could run code, as pkl. Make the stage again: python -m prepare.shards "
+                "--help"
             ],
         ),
         (["{in}", "{in}/a.png"], ["OUT: {in} lies in {in}, which is only read. Give a place outside of it."]),
