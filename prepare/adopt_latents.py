@@ -25,7 +25,7 @@ from cli.command_line import Problem
 from cli.errors import ConfigError, Failed
 from model import normalize_images
 from stages.images import SampleError, decode_image
-from stages.latents import read_latent
+from stages.moments import read_latent
 from zoo import load_family
 from zoo.encoders import build_encoders
 from zoo.model_config import ModelConfig, fetched, model_problems

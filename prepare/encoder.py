@@ -26,12 +26,12 @@ from model import AUTOCAST_DTYPES, normalize_images
 from prepare.moments import check_finite, check_timestep, to_float16, tokens_of
 from prepare.parts import Part
 from prepare.places import Place
-from stages.adopted import Columns, mapped
+from stages.adopted import Columns
 from stages.fetch import Damaged, check_file, known_digest, unpack
 from stages.images import SampleError, captions_of, decode_image, resize_and_crop, shown_part, size_of
 from stages.index_file import stored_file
 from stages.moments import FLIPPED, TIMESTEP
-from stages.video_stream import read_clip
+from stages.videos import read_clip
 from training.device import check_gpus
 from zoo import load_family
 from zoo.encoders import build_encoders
@@ -67,7 +67,7 @@ def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, row: int)
 
 
 def decode_clip(reader: MDSReader, size: ImageSize, rate: float | None, row: int) -> Decoded:
-    """The same of a film's clip: the one in its middle, see `stages.video_stream.read_clip`."""
+    """The same of a film's clip: the one in its middle, see `stages.videos.read_clip`."""
     sample = _read(reader, row)
     try:
         captions = captions_of(sample)
@@ -265,7 +265,7 @@ def open_shard(place: Place, shard: Mapping[str, Any], folder: Path, adopted: Co
     except ValueError as error:
         unsafe = f"IN: {place.address}/{shard['raw_data']['basename']} has a pickled column, which could run code"
         raise Failed(f"{unsafe}. Make that stage again without it.") from error
-    return reader if adopted is None else mapped(reader, adopted, first)
+    return reader if adopted is None else adopted.reader(reader, first)
 
 
 def _unpacked(file: Path, shard: Mapping[str, Any], folder: Path) -> Path:

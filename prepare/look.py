@@ -185,7 +185,7 @@ def read_samples(place: Place, stage: Stage, chosen: dict[int, list[int]], seen:
             try:
                 reader = open_shard(place, stage.shards[number], Path(scratch))
                 with ShardFile(reader) as shard:
-                    found = shard.read(rows)
+                    found = [{name: bytes(data) for name, data in row.items()} for row in shard.read(rows)]
             except (Failed, ShardError, OSError) as error:
                 text = f"IN: {place.address}/{stage.shards.names[number]} cannot be read: {error} {AGAIN}."
                 text = str(error) if isinstance(error, Failed) else text

@@ -10,7 +10,7 @@ A `RetryingStream` is streaming's Stream with three differences, each for what s
     index.json                the same, before any process reads it
 
 A data set of others (stages/adopted.py) may be compressed, and have hashes of another kind or none. What a store has is then
-compared and decompressed in the same way, and a digest that is missing is kept when a file is first read.
+compared and decompressed in the same way. A file that has no digest in index.json is compared with its size alone.
 
 Raises StreamFailure with a text for the user; nothing else ends a wait.
 
@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -41,10 +41,12 @@ from streaming.base.stream import Stream
 
 from cli.log import EVERY_RANK, log
 from cli.private_api import require_private_api
-from stages.shard_readers import Adopted, Readers
-from stages.shard_table import ShardTable
+from stages.shard_table import Readers, ShardTable
 from stages.store_errors import explain_store_error, is_passing
 from stages.stores import READ_TIMEOUT_SEC, client_of
+
+if TYPE_CHECKING:
+    from stages.adopted import Columns
 
 HASH = "xxh64"  # of every shard of our own
 FASTEST_FIRST = (HASH, "xxh3_64", "xxh3_128", "xxh128", "xxh32", "md5", "sha1", "sha256")  # then by name
@@ -231,7 +233,7 @@ class RetryingStream(Stream):
         local: str,
         patience_sec: float = PATIENCE_SEC,
         index_sha256: str | None = None,
-        adopted: Adopted | None = None,
+        adopted: Columns | None = None,
         table: ShardTable | None = None,
         fetched: BinaryIO | None = None,
         **weight: float,
@@ -269,6 +271,11 @@ class RetryingStream(Stream):
 
     def _take_index(self) -> None:
         """Copy the index that this process has fetched, or else fetch it. Raises StreamFailure, OSError."""
+        for number, name in enumerate(self.table.names if self.adopted and self.table else ()):
+            if (
+                known_digest(self.table.raw_hashes(number)) is None
+            ):  # perhaps of another data set, which nothing would show
+                Path(self.local, name).unlink(missing_ok=True)
         fetched, self.fetched, path = self.fetched, None, Path(self.local, INDEX)
         if fetched is None:
             self._download_file(INDEX)
@@ -328,20 +335,13 @@ class RetryingStream(Stream):
     def _prepare_shard_part(
         self, raw_info: FileInfo, zip_info: FileInfo | None = None, compression: str | None = None
     ) -> int:
-        if self.adopted is None:
-            assert zip_info is None, "read_stage refuses compressed shards"
-            assert raw_info.hashes.get(HASH), "read_stage refuses shards without a digest"
-        path = Path(self.local, raw_info.basename)
-        wanted = known_digest(raw_info.hashes) or (self.adopted and self.adopted.kept_digest(raw_info.basename))
-        if wanted is None and self.remote is not None and path.is_file():
-            path.unlink()  # whose it is, and whether it is whole, nobody can say
+        path, wanted = Path(self.local, raw_info.basename), known_digest(raw_info.hashes)
+        assert self.adopted or (wanted and zip_info is None), "read_stage refuses others"
         self._have(
             raw_info.basename,
             lambda path: check_file(path, raw_info.bytes if self.adopted else None, wanted),
             lambda: self._download_shard(path, raw_info, zip_info, compression),
         )
-        if wanted is None and self.adopted is not None:
-            self.adopted.keep_digest(raw_info.basename, file_digest(path))
         return 0 if self.remote is None else raw_info.bytes  # what is read in place is no part of a cache
 
     def _download_shard(self, path: Path, raw: FileInfo, packed: FileInfo | None, compression: str | None) -> None:

@@ -54,7 +54,7 @@ from cli.errors import ConfigError
 from cli.private_api import require_private_api
 from stages.fetch import INDEX, FetchCancelled, RetryingStream, StreamFailure
 from stages.index_file import parsed_index
-from stages.shard_readers import Readers, ShardOfSample
+from stages.shard_table import Readers, ShardOfSample
 from stages.shared_memory import LOCK_FILE, take_number
 
 POLL_SEC = 0.01  # between two looks at what other processes do

@@ -1,6 +1,13 @@
 """The stage `moments` in batches: each column one array, filled row by row from the bytes of its shards.
 
 Where a picture has several captions, the tokens of the drawn one are made here, in one call for the batch.
+
+A data set of others may have latents, and neither their mean and variance nor tokens. mosaicml/diffusion stores a latent as
+it was drawn once from the VAE's posterior, float16, and multiplied by the VAE's scale. It is read as a mean without variance:
+whatever is drawn from that is the stored latent, scaled once.
+
+    stored    latents bytes, float16 (C, h, w); caption        scripts/precompute_latents.py there
+    batch     moments float16 (B, 2C, h, w): latent / scale | -30, tokens int64 (B, L)
 """
 
 from __future__ import annotations
@@ -8,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +28,7 @@ from cli.limits import ImageSize
 from stages.adopted import texts_of
 from stages.batch_memory import BatchMemory
 from stages.dataset import Stage
-from stages.images import SampleError, shown_part, usable_captions
+from stages.images import SampleError, captions_of, shown_part, usable_captions
 from stages.machine import ShardState
 from stages.shard_file import ShardError, ShardFile
 from stages.stream import Bad, BatchStream
@@ -28,6 +36,7 @@ from stages.stream import Bad, BatchStream
 LOCAL = int(ShardState.LOCAL)
 FLIPPED = "moments_flipped"
 """The column with the moments of the mirrored picture; a VAE gives others than its moments mirrored."""
+NO_VARIANCE = -30.0  # its logarithm: the deviation is 3e-7; the VAE's own posterior is cut off there too
 TIMESTEP, NUM_TIMESTEPS = "timestep", 8
 """The column with the time at which a validation by eighths sees the sample, from 0 to 7: MLPerf's FLUX.1 has it."""
 
@@ -132,22 +141,24 @@ class MomentsStream(BatchStream):
         for _ in range(1 + retry):
             try:
                 with ShardFile(self.shards[shard_id]) as shard:
-                    fronts = shard.read_into(rows, into)
-                return self._captions(shard_id, shard, fronts)
+                    captions = []
+                    for at, columns in enumerate(shard.read(rows)):
+                        for name, buffers in into.items():
+                            memoryview(buffers[at])[:] = columns[name]
+                        captions.append(self._captions(shard_id, columns))
+                return captions
             except FileNotFoundError:
                 self.prepare_shard(shard_id)
                 self.open_shard(shard_id)
         raise ShardError(f"data: {self.shards[shard_id].raw_data.basename} cannot be kept: a larger data.cache_limit?")
 
-    def _captions(self, shard_id: int, shard: ShardFile, fronts: Sequence[bytearray]) -> list[Any]:
-        """Return the captions of each row; None where its stored tokens are those of its only one."""
+    def _captions(self, shard_id: int, columns: Mapping[str, memoryview]) -> Any:
+        """Return the captions of a row; None where its stored tokens are those of its only one."""
         column = None if self.captions is None else self.captions[int(self.stream_per_shard[shard_id])]
         if column is not None:
-            encoding = self.shards[shard_id].column_encodings[shard.names.index(column)]
-            return [texts_of(encoding, bytes(shard.columns_of(front)[column])) for front in fronts]
-        if self.tokenize and "captions" in shard.names:
-            return [json.loads(bytes(shard.columns_of(front)["captions"])) or None for front in fronts]
-        return [None] * len(fronts)
+            reader = self.shards[shard_id]
+            return texts_of(reader.column_encodings[reader.column_names.index(column)], bytes(columns[column]))
+        return json.loads(bytes(columns["captions"])) or None if self.tokenize and "captions" in columns else None
 
     def _put_tokens(self, captions: Mapping[int, str], batch: Mapping[str, np.ndarray]) -> None:
         """Replace the stored tokens by those of the drawn captions, by place."""
@@ -204,3 +215,66 @@ def _not_finite(values: np.ndarray) -> list[int]:  # (B, ...) -> places in the b
         return []
     is_float = values.dtype.kind == "f"
     return np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1)).tolist() if is_float else []
+
+
+# --- latents of others ---
+
+
+class LatentsStream(BatchStream):
+    """Batches of latents: {"moments": float16 (B, 2C, h, w), each text column: int64 (B, L), "bad": [...]}.
+
+    Args:
+        shape: of a latent, (C, h, w).
+        scale: what the stored latents were multiplied by.
+        tokenize: captions -> text columns.
+        arguments: keyword arguments of StreamingDataset.
+    """
+
+    def __init__(
+        self,
+        *,
+        shape: Sequence[int],
+        scale: float,
+        tokenize: Callable[[Sequence[str]], Mapping[str, Tensor]],
+        **arguments: Any,
+    ):
+        super().__init__(**arguments)
+        self.latent_shape, self.scale, self.tokenize = tuple(shape), scale, tokenize
+        self.memory = BatchMemory()
+
+    def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
+        """Return the latents as moments, and the captions tokenised in one call."""
+        found = [self.first_good(sample_id, self._use) for sample_id in sample_ids.tolist()]
+        channels, *rest = self.latent_shape
+        shape = (len(found), 2 * channels, *rest)
+        moments, receipt = self.memory.take(shape, torch.float16)
+        torch.stack([mean for (mean, _), _ in found], out=moments[:, :channels])
+        moments[:, channels:] = NO_VARIANCE
+        return {
+            "moments": moments,
+            **self.tokenize([caption for (_, caption), _ in found]),
+            "bad": [bad for _, passed_over in found for bad in passed_over],
+            **receipt,
+        }
+
+    def _use(self, sample_id: int) -> tuple[Tensor, str]:
+        sample = self[sample_id]
+        caption = self.draw(sample_id).one_of(captions_of(sample))
+        return read_latent(sample["latents"], self.latent_shape, self.scale), caption
+
+
+def read_latent(content: bytes | memoryview, shape: Sequence[int], scale: float) -> Tensor:
+    """# float16 bytes of a latent that was multiplied by `scale` -> float16 (C, h, w), not scaled.
+
+    Raises:
+        SampleError: there is none (of a picture that was too small), or it has another size, or is not finite.
+    """
+    if not len(content):
+        raise SampleError("no latent")
+    if len(content) != 2 * math.prod(shape):
+        raise SampleError(f"a latent of {len(content):,} bytes, not float16 {tuple(shape)}")
+    values = torch.frombuffer(bytearray(content), dtype=torch.float16).reshape(tuple(shape))
+    latent = (values.float() / scale).to(torch.float16)
+    if not latent.isfinite().all():
+        raise SampleError("the latent is not finite")
+    return latent

@@ -22,7 +22,7 @@ from record.files import read_summary
 from record.metric_names import FILM, METRICS, SAMPLES, alert, as_sent, bins_named, row_of, streams_named
 from record.summary import rounded
 from reports import wandb_dashboard
-from stages import batch_wait
+from stages import loader
 from stages.stream import BatchStream
 from training.destinations import TensorboardLogger
 
@@ -170,7 +170,7 @@ def test_a_run_whose_data_stalls_tells_it(miniature, tmp_path, monkeypatch):
             yield batch
 
     monkeypatch.setattr(BatchStream, "__iter__", slowly)
-    monkeypatch.setattr(batch_wait, "SLICE_SEC", 0.2)
+    monkeypatch.setattr(loader, "SLICE_SEC", 0.2)
     monkeypatch.setattr(benchmark, "build_loggers", lambda *_: [told])
     words = miniature.small(tmp_path, "slow", "loggers.stalled_sec=1", "save.every_images=8", "max_duration=3ba")
     assert benchmark.main(words) == 0

@@ -1,4 +1,4 @@
-"""stages/shard_table.py, shard_readers.py and the reading of an index: as json.loads and streaming's own classes have it."""
+"""stages/shard_table.py and the reading of an index: as json.loads and streaming's own classes have it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from data import DataConfig
 from stages import dataset, index_file
 from stages.dataset import read_stage, write_facts
 from stages.index_file import parsed_index
-from stages.shard_readers import Readers, ShardOfSample
-from stages.shard_table import NO_SHARDS, ShardTable, table_of
+from stages.shard_table import NO_SHARDS, Readers, ShardOfSample, ShardTable, table_of
 
 
 def entry(number: int, **changes: Any) -> dict[str, Any]:
