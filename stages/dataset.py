@@ -16,16 +16,16 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 
-from cli.files import write_json
+from cli.files import whole, write_json
 from stages.adopted import Columns, columns_of
-from stages.fetch import known_digest
+from stages.fetch import HASH, file_digest, known_digest
 from stages.index_file import (
     AGAIN,
     DIGEST,
@@ -60,9 +60,6 @@ KINDS = {
 """Kind of stage -> the columns that every run reads, and how their encodings begin."""
 ADOPT = "python -m prepare.adopt"
 STORE_SILENCE_SEC = 10.0  # a file of facts is asked for three times; a run then waits for its shards, this does not
-Fetched = MutableMapping[str, BinaryIO]
-"""index.json of stages in a store, by their address: open files, whose names are gone, so that none is left behind."""
-
 BUCKET = re.compile(r"[1-9]\d*x[1-9]\d*")
 BUCKETS_AGAIN = "Make the buckets again: python -m prepare.buckets --help"
 
@@ -143,7 +140,7 @@ def column_problem(stage: Stage, encodings: Mapping[str, str]) -> str | None:
     return None
 
 
-def read_stage(location: str, facts_at: str | None = None, fetched: Fetched | None = None) -> Stage:
+def read_stage(location: str, facts_at: str | None = None) -> Stage:
     """Read the facts of the stage at a folder or store address.
 
     All that a reader of the stage leans on is looked at here, so that nothing of it fails later: what both files hold, that
@@ -151,18 +148,17 @@ def read_stage(location: str, facts_at: str | None = None, fetched: Fetched | No
 
     Args:
         facts_at: place of dataset.json, if it lies elsewhere: a file, or an address.
-        fetched: gets each index.json that was fetched from a store.
 
     Raises:
         ValueError: nothing is there, it is no stage, or a file cannot be read; says which and what to do.
     """
     facts_at = facts_at or f"{location.rstrip('/')}/{FACTS_FILE}"
-    text = _index_text(location, fetched)
+    text = _index_text(location)
     _, facts = read_json(*split_place(facts_at), or_adopt=f" If others have written it: {ADOPT} {location}")
     index = parsed_index(location, text, facts.get("columns") is not None, "buckets" in facts)
     _check_facts(facts_at, location, facts, index)
     if "buckets" in facts:
-        return _read_buckets(location, facts_at, facts, fetched)
+        return _read_buckets(location, facts_at, facts)
     shards, columns = index.shards, columns_of(facts)
     if columns is not None:
         check_named_columns(location, columns, shards)
@@ -183,12 +179,12 @@ def read_stage(location: str, facts_at: str | None = None, fetched: Fetched | No
     )
 
 
-def _read_buckets(location: str, facts_at: str, facts: Mapping[str, Any], fetched: Fetched | None) -> Stage:
+def _read_buckets(location: str, facts_at: str, facts: Mapping[str, Any]) -> Stage:
     """Read each stage of a set of buckets. Raises ValueError: one is not there, or is none of this set's."""
     names = facts["buckets"]
     if not are_texts(names) or not names or not all(map(BUCKET.fullmatch, names)) or len(set(names)) < len(names):
         raise other(facts_at, "buckets", names, "a list of sizes, e.g. 576x448", BUCKETS_AGAIN)
-    stages = tuple(read_stage(f"{location.rstrip('/')}/{name}", fetched=fetched) for name in names)
+    stages = tuple(read_stage(f"{location.rstrip('/')}/{name}") for name in names)
     for name, stage in zip(names, stages, strict=True):
         if stage.kind != facts["stage"] or stage.facts.get("image_size") != [int(px) for px in name.split("x")]:
             given = f"{stage.kind} of {stage.facts.get('image_size')} px"
@@ -216,7 +212,7 @@ def read_index(location: str) -> Index:
     return parsed_index(location, _index_text(location), of_others=True)
 
 
-def _index_text(location: str, fetched: Fetched | None = None) -> bytes:
+def _index_text(location: str) -> bytes:
     if text := address_problem(location):
         raise ValueError(text)
     scheme = scheme_of(location)
@@ -225,7 +221,7 @@ def _index_text(location: str, fetched: Fetched | None = None) -> bytes:
         raise ValueError(f"'{location}' is in no known store. Known: a folder, {known}.")
     if not scheme and not os.path.isdir(location):  # noqa: PTH112  # a Path raises where a name is too long
         raise ValueError(f"no folder {location}. Check the path, or make the stage: python -m prepare.shards --help")
-    return _text_of(location, INDEX, fetched=fetched)
+    return _text_of(location, INDEX)
 
 
 def split_place(place: str) -> tuple[str, str]:
@@ -288,12 +284,8 @@ def read_json(location: str, name: str, or_adopt: str = "") -> tuple[bytes, dict
     return text, parsed_object(f"{location}/{name}", text)
 
 
-def _text_of(location: str, name: str, or_adopt: str = "", fetched: Fetched | None = None) -> bytes:
-    """Return a file of a stage. Raises ValueError: it is not there, or would not fit into memory.
-
-    Args:
-        fetched: gets it, where it is fetched.
-    """
+def _text_of(location: str, name: str, or_adopt: str = "") -> bytes:
+    """Return a file of a stage. Raises ValueError: it is not there, or would not fit into memory."""
     if not is_remote(location):
         path = Path(location, name)
         try:
@@ -315,9 +307,36 @@ def _text_of(location: str, name: str, or_adopt: str = "", fetched: Fetched | No
         except Exception as error:  # each store's client has exceptions of its own
             raise refusal(error, f"{explain_store_error(error, location)}{or_adopt}") from error
         check_memory(place, size)
-        if fetched is not None:
-            fetched[location.rstrip("/")] = open(Path(folder, name), "rb")  # noqa: SIM115 (until it is taken)
         return Path(folder, name).read_bytes()
+
+
+def file_beside(stage: Stage, name: str, wanted: str, folder: str | None) -> Path:
+    """Return a local path of a file beside dataset.json. Raises ValueError: it is not there, or another.
+
+    Args:
+        wanted: its digest, of the kind HASH.
+        folder: where that of a stage in a store is kept.
+    """
+    source = f"{stage.location.rstrip('/')}/{name}"
+    path = Path(source)
+    if is_remote(stage.location):
+        assert folder is not None
+        path = Path(folder, name)
+        if path.is_file() and file_digest(path) == wanted:
+            return path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole(path) as temporary:
+                download_once(source, str(temporary))
+        except Exception as error:  # each store's client has exceptions of its own
+            raise refusal(error, explain_store_error(error, source)) from error
+    try:
+        found = file_digest(path)
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}; dataset.json names it. Copy it anew.") from error
+    if found != wanted:
+        raise ValueError(f"{source} is damaged: its {HASH} is {found}, dataset.json says {wanted}. Copy it anew.")
+    return path
 
 
 def write_facts(folder: Path, stage: str, facts: dict[str, Any]) -> None:

@@ -50,6 +50,7 @@ FILE_KEYS = {"basename", "bytes", "hashes"}
 MISSING = object()
 INDEX = "index.json"
 HEAD_BYTES = 2**16
+MOST_TEXT = 1000  # characters of a name, and of digests
 READ_PER_BYTE = 3.0  # bytes of memory for one of an index, as text and table: 2.8 were seen at 400,000 shards
 Check = tuple[str, bool, Any, str]
 TAKEN = object()  # in place of an entry that is in the table
@@ -167,7 +168,8 @@ def _looked_at(shard: dict[str, Any], first: Mapping[str, Any], known: TableWrit
         yield f"{key}.basename", _is_name(name) and _is_inside(name), name, "the name of a file inside of the stage"
         yield f"{key}.bytes", _is_count(size), size, COUNT
         if of_others:
-            is_right = isinstance(hashes, dict) and are_texts([*hashes, *hashes.values()])
+            texts = [*hashes, *hashes.values()] if isinstance(hashes, dict) else None
+            is_right = are_texts(texts) and sum(map(len, texts)) < MOST_TEXT
             yield f"{key}.hashes", is_right, hashes, "an object of names and digests, which may be empty"
         else:
             digest = hashes.get(HASH) if isinstance(hashes, dict) else None
@@ -254,7 +256,7 @@ def _is_name(given: Any) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    return not {"", ".", ".."}.intersection(name.split("/"))
+    return not {"", ".", ".."}.intersection(name.split("/")) and len(name) < MOST_TEXT
 
 
 def are_texts(given: Any) -> bool:

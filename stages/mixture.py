@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from cli.files import cache_folder
 from cli.limits import ImageSize, limited
-from stages.dataset import Fetched, Stage, is_remote, read_stage
+from stages.dataset import Stage, is_remote, read_stage
 from stages.fetch import RetryingStream
 from stages.index_file import is_compressed
 
@@ -74,12 +74,7 @@ class StreamConfig:
     @functools.cached_property
     def contents(self) -> Stage:
         """What the stage says of itself: read when it is first asked for, then kept. Raises ValueError: see `read_stage`."""
-        return read_stage(self.location or "", self.facts, self.fetched)
-
-    @functools.cached_property
-    def fetched(self) -> Fetched:
-        """What `contents` has fetched, for the stream that keeps it in its folder."""
-        return {}
+        return read_stage(self.location or "", self.facts)
 
     @property
     def folders(self) -> tuple[str | None, str | None]:
@@ -140,7 +135,6 @@ def opened(sources: Sequence[StreamConfig], stages: Sequence[Stage], size: Image
                 caption=source.caption,
                 choose=ends and ends[at + 1] - ends[at],
             )
-            vars(own)["fetched"] = source.fetched
             if own.choose != 0:
                 found.append(Opened(number, own, bucket, bucket.size))
     return found
@@ -207,6 +201,5 @@ def stream_of(given: Opened, patience_sec: float) -> RetryingStream:
         index_sha256=given.stage.index_sha256,
         adopted=columns,
         table=given.stage.shards,
-        fetched=None if remote is None else given.config.fetched.pop(remote.rstrip("/"), None),
         **given.config.weight,
     )

@@ -95,17 +95,6 @@ def test_a_set_has_every_picture_once_in_the_bucket_of_its_aspect(images, sorted
     assert {path: path.read_bytes() for path in sorted_.rglob("*") if path.is_file()} == before
 
 
-def test_each_buckets_index_is_fetched_once(sorted_, in_store, indexes_fetched, tmp_path):
-    section = DataConfig(remote=in_store(sorted_, "sorted"), local=str(tmp_path), workers=0)
-    assert section.problems(8, {"image_size": [64, 64]}) == []
-    given = dict(device_batch_size=8, device=CPU, seed=3, stages=section.read())
-    build_data(section, FAMILY, size=(64, 64), **given).dataloader.close()
-    found = indexes_fetched()
-    assert len(set(found)) == len(found) == len(list(sorted_.rglob("index.json"))) and len(found) >= 4
-    names = {path.parent.name for path in sorted_.glob("*/index.json")}
-    assert {path.parent.name for path in tmp_path.rglob("index.json")} == names
-
-
 def batches_of(stage: Path, workers: int = 0, **section):
     config = DataConfig(local=str(stage), workers=workers, **section)
     return build_data(config, FAMILY, size=(64, 64), device_batch_size=8, device=CPU, seed=3).dataloader
