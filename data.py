@@ -6,7 +6,7 @@ From a stage `images` to a batch (B samples a device, H W the run's image size):
     resized       uint8 (3, H, W); the variant mlperf: float32           decoded, scaled, cut to size (stages/images.py)
     batch         images (B, 3, H, W), tokens int64 (B, L)               in a loader worker, captions tokenised in one call
 
-A stage `videos` gives clips (stages/video_stream.py). From a stage `moments` (prepare/latents.py), a batch is read as
+A stage `videos` gives clips (stages/videos.py). From a stage `moments` (prepare/latents.py), a batch is read as
 stored: moments float16 (B, 2C, h, w), tokens; or with `data.text=stored` float16 text states (B, L, D) instead of tokens.
 Images are normalised on the device (model.py), because uint8 has a quarter of the bytes to copy. An unusable sample is
 reported, counted, and replaced by the next good one of its shard. So every batch is full, and all ranks have the same number.
@@ -52,7 +52,7 @@ from stages.mixture import (
 )
 from stages.moments import MomentsStream, reading_problems
 from stages.stream import BatchStream
-from stages.video_stream import VideosStream
+from stages.videos import VideosStream
 from zoo.spec import Column, Family
 
 # Every setting that affects the order of samples is explicit, so it depends only on the seed and the global batch size.

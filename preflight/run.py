@@ -29,7 +29,7 @@ from stages.dataset import array_encoding, read_stage
 from stages.images import resize_name
 from stages.mixture import epoch_samples
 from stages.moments import FLIPPED
-from stages.shuffling import memory_gib
+from stages.order import memory_gib
 from training import adamw, adapter, health, remote, sharding, warm_start
 from training import microbatch as microbatch_search
 from training.cost import Cost, has_average_on_device, measure_cost
@@ -174,7 +174,7 @@ def _family(config: RunConfig) -> Family | None:
 
 @dataclass(frozen=True)
 class OrderNeed:
-    """What the order of an epoch takes on this machine (stages/shuffling.py)."""
+    """What the order of an epoch takes on this machine (stages/order.py)."""
 
     samples: int
     shared_gib: float
@@ -189,11 +189,7 @@ def order_need(config: DataConfig) -> OrderNeed | None:
     with contextlib.suppress(ValueError):  # named by the section
         if stages := config.read():
             samples = epoch_samples(sources, [stage.num_samples for stage in stages])
-            has_buckets, nodes = any(stage.buckets for stage in stages), all_ranks.num_nodes()
-            parts = 1 if has_buckets else min(nodes, config.num_canonical_nodes or nodes)
-            has_weights = any(source.weight for source in sources)
-            need = memory_gib(samples, parts, has_weights=has_weights, has_buckets=has_buckets)
-            return OrderNeed(samples, *need)
+            return OrderNeed(samples, *memory_gib(samples))
     return None
 
 

@@ -248,7 +248,7 @@ def adopt(remote: str, config: AdoptConfig) -> None:
     started, at = time.monotonic(), config.facts or f"{remote.rstrip('/')}/{FACTS_FILE}"
     try:
         index = read_index(remote)
-        shards = index.shards()
+        shards = index.shards
         check_is_of_others(at)
         encodings = dict(zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True))
         columns = find_columns(config, encodings)

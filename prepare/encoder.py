@@ -26,12 +26,12 @@ from model import AUTOCAST_DTYPES, normalize_images
 from prepare.moments import check_finite, check_timestep, to_float16, tokens_of
 from prepare.parts import Part
 from prepare.places import Place
-from stages.adopted import Columns, mapped
+from stages.adopted import Columns
 from stages.fetch import Damaged, check_file, known_digest, unpack
 from stages.images import SampleError, captions_of, decode_image, resize_and_crop, shown_part, size_of
 from stages.index_file import stored_file
 from stages.moments import FLIPPED, TIMESTEP
-from stages.video_stream import read_clip
+from stages.videos import read_clip
 from training.device import check_gpus
 from zoo import load_family
 from zoo.encoders import build_encoders
@@ -58,7 +58,7 @@ def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, rate: flo
     """Read, decode, resize and crop one sample, of a video the clip in its middle; in a thread.
 
     Args:
-        rate: frames a second of clips, see `stages.video_stream.read_clip`.
+        rate: frames a second of clips, see `stages.videos.read_clip`.
     """
     try:
         sample = reader[row]
@@ -245,7 +245,7 @@ def open_shard(place: Place, shard: Mapping[str, Any], folder: Path, adopted: Co
     except ValueError as error:
         unsafe = f"IN: {place.address}/{shard['raw_data']['basename']} has a pickled column, which could run code"
         raise Failed(f"{unsafe}. Make that stage again without it.") from error
-    return reader if adopted is None else mapped(reader, adopted, first)
+    return reader if adopted is None else adopted.reader(reader, first)
 
 
 def _unpacked(file: Path, shard: Mapping[str, Any], folder: Path) -> Path:

@@ -10,26 +10,21 @@
     captions   str; json: a text, or a list of them   caption: all of them that are texts, in order
     key        str, str_int, any whole number         key; none: the sample's number
 
-Other columns are not decoded. A shard that has no digest in its index has it kept when it is first read, in a file as xxhsum
-writes it: `xxhsum -c` compares it too.
+Other columns are not decoded. A shard that has no digest in its index is compared with its size alone.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from streaming.base.format.base.reader import Reader
 from streaming.base.format.mds.encodings import mds_decode
 from streaming.base.format.mds.reader import MDSReader
 
-from cli.log import EVERY_RANK, log
-from stages.fetch import HASH
 from stages.images import Pixels
 from stages.shard_file import ShardError, split_row
 from stages.shard_table import ShardTable
@@ -40,7 +35,6 @@ ENCODINGS = {
     "key": (r"str|str_int|u?int\d*", "str, str_int, int"),
 }
 """What is read -> the encodings that it can be read from: as a pattern, in words."""
-LINE = re.compile(r"([0-9a-f]{16})  (.+)")
 OF_READER = (
     "dirname split column_encodings column_names column_sizes compression hashes raw_data samples size_limit zip_data"
 )
@@ -59,6 +53,12 @@ class Columns:
         """Column -> what it is read as, of ENCODINGS."""
         one = {self.image: "image", **({self.key: "key"} if self.key else {})}
         return {**one, **dict.fromkeys(self.captions, "captions")}
+
+    def reader(self, shard: Reader, first: int) -> MappedReader:
+        """Return a shard's reader of the named columns alone. `first`: number of its first sample in the data set."""
+        reader = MappedReader(**{name: getattr(shard, name) for name in OF_READER.split()})
+        reader.columns, reader.first = self, first
+        return reader
 
     def as_facts(self) -> dict[str, Any]:
         """Return them as dataset.json has them."""
@@ -114,13 +114,6 @@ class MappedReader(MDSReader):
         return sample
 
 
-def mapped(shard: Reader, columns: Columns, first: int) -> MappedReader:
-    """Return a shard's reader of the named columns alone. `first`: number of its first sample in the data set."""
-    reader = MappedReader(**{name: getattr(shard, name) for name in OF_READER.split()})
-    reader.columns, reader.first = columns, first
-    return reader
-
-
 def texts_of(encoding: str, content: bytes) -> list[str]:
     """Return the texts of a column of captions; what is none is left out."""
     try:
@@ -135,51 +128,6 @@ def _key_of(encoding: str, content: bytes) -> str:
         return str(mds_decode(encoding, content))
     except ValueError:
         return ascii(content)
-
-
-class AdoptedSet:
-    """What a RetryingStream has to know of the data set (stages.shard_readers.Adopted).
-
-    Args:
-        columns: as dataset.json has them.
-        digests: file of the digests that its index has not.
-    """
-
-    def __init__(self, columns: Columns, digests: Path):
-        self.columns = columns
-        self.path = digests
-        self._known: dict[str, str] = {}
-        self._read_to = 0
-
-    def reader(self, shard: Reader, first: int) -> Reader:
-        return mapped(shard, self.columns, first)
-
-    def kept_digest(self, name: str) -> tuple[str, str] | None:
-        """Look into what the file has got since the last time: other processes of the machine write it too."""
-        begin = self._read_to  # other threads may read the same lines meanwhile
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(begin)
-                lines, end, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return None
-        self._read_to = begin + len(lines) + len(end)
-        found = (LINE.fullmatch(line) for line in lines.decode(errors="replace").split("\n"))
-        self._known |= {match[2]: match[1] for match in found if match}
-        return (HASH, self._known[name]) if name in self._known else None
-
-    def keep_digest(self, name: str, digest: str) -> None:
-        self._known[name] = digest
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(descriptor, f"{digest}  {name}\n".encode())  # in one call: lines of others stay whole
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            said = f"data: the digest of {name} cannot be kept in {self.path}: {error.strerror}. A later run will not notice"
-            log.warning(f"{said} if it changes. Give data.local, or data.facts.", extra=EVERY_RANK)
 
 
 def columns_of(facts: Mapping[str, Any]) -> Columns | None:
@@ -202,8 +150,3 @@ def problem_of_columns(columns: Columns, shards: ShardTable) -> tuple[str, str] 
             if has[name] != encodings[name]:
                 return f"{at}: column {name} is {has[name]}", f"{encodings[name]}, as in shards[0]"
     return None
-
-
-def kept_digests(index_sha256: str, folder: str) -> Path:
-    """Return the file of a data set's digests in a folder; another index has another file."""
-    return Path(folder, f"adopted-{index_sha256[:12]}.{HASH}")

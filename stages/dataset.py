@@ -16,17 +16,16 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS
 
-from cli.files import write_json
+from cli.files import whole, write_json
 from stages.adopted import Columns, columns_of
-from stages.fetch import known_digest
+from stages.fetch import HASH, file_digest, known_digest
 from stages.index_file import (
     AGAIN,
     DIGEST,
@@ -43,7 +42,7 @@ from stages.index_file import (
     parsed_index,
     parsed_object,
 )
-from stages.shard_table import NO_SHARDS, ShardTable, fingerprints
+from stages.shard_table import NO_SHARDS, ShardTable
 from stages.store_errors import address_problem, explain_store_error, refusal, scheme_of
 from stages.stores import download_once, stored_size
 
@@ -61,9 +60,6 @@ KINDS = {
 """Kind of stage -> the columns that every run reads, and how their encodings begin."""
 ADOPT = "python -m prepare.adopt"
 STORE_SILENCE_SEC = 10.0  # a file of facts is asked for three times; a run then waits for its shards, this does not
-Fetched = MutableMapping[str, BinaryIO]
-"""index.json of stages in a store, by their address: open files, whose names are gone, so that none is left behind."""
-
 BUCKET = re.compile(r"[1-9]\d*x[1-9]\d*")
 BUCKETS_AGAIN = "Make the buckets again: python -m prepare.buckets --help"
 
@@ -144,7 +140,7 @@ def column_problem(stage: Stage, encodings: Mapping[str, str]) -> str | None:
     return None
 
 
-def read_stage(location: str, facts_at: str | None = None, fetched: Fetched | None = None) -> Stage:
+def read_stage(location: str, facts_at: str | None = None) -> Stage:
     """Read the facts of the stage at a folder or store address.
 
     All that a reader of the stage leans on is looked at here, so that nothing of it fails later: what both files hold, that
@@ -152,36 +148,22 @@ def read_stage(location: str, facts_at: str | None = None, fetched: Fetched | No
 
     Args:
         facts_at: place of dataset.json, if it lies elsewhere: a file, or an address.
-        fetched: gets each index.json that was fetched from a store.
 
     Raises:
         ValueError: nothing is there, it is no stage, or a file cannot be read; says which and what to do.
     """
     facts_at = facts_at or f"{location.rstrip('/')}/{FACTS_FILE}"
-    problem, text = None, _index_text(location, fetched)
-    try:
-        _, facts = read_json(*split_place(facts_at), or_adopt=f" If others have written it: {ADOPT} {location}")
-    except ValueError as error:  # the index comes first
-        facts, problem = {}, error
-    index = parsed_index(location, text, facts.get("columns") is not None)
-    del text
-    if problem is not None:
-        raise problem
-    _check_facts(facts_at, location, facts, index.sha256)
+    text = _index_text(location)
+    _, facts = read_json(*split_place(facts_at), or_adopt=f" If others have written it: {ADOPT} {location}")
+    index = parsed_index(location, text, facts.get("columns") is not None, "buckets" in facts)
+    _check_facts(facts_at, location, facts, index)
     if "buckets" in facts:
-        return _read_buckets(location, facts_at, facts, fetched)
-    return _read_shards(index, facts_at, facts)
-
-
-def _read_shards(index: Index, facts_at: str, facts: Mapping[str, Any]) -> Stage:
-    location, shards = index.location, index.shards()
-    total = int(shards.samples.sum())
-    if not is_number(facts.get("samples"), total):
-        raise other(facts_at, "samples", facts.get("samples", MISSING), f"{total}, the sum of index.json")
-    if (columns := columns_of(facts)) is not None:
+        return _read_buckets(location, facts_at, facts)
+    shards, columns = index.shards, columns_of(facts)
+    if columns is not None:
         check_named_columns(location, columns, shards)
     if not is_remote(location):
-        _check_shards(location, shards, OF_OTHERS if columns else None)
+        _check_shards(location, shards, OF_OTHERS if columns else AGAIN)
     return Stage(
         location=location,
         kind=facts["stage"],
@@ -197,26 +179,25 @@ def _read_shards(index: Index, facts_at: str, facts: Mapping[str, Any]) -> Stage
     )
 
 
-def _read_buckets(location: str, facts_at: str, facts: Mapping[str, Any], fetched: Fetched | None) -> Stage:
+def _read_buckets(location: str, facts_at: str, facts: Mapping[str, Any]) -> Stage:
     """Read each stage of a set of buckets. Raises ValueError: one is not there, or is none of this set's."""
     names = facts["buckets"]
     if not are_texts(names) or not names or not all(map(BUCKET.fullmatch, names)) or len(set(names)) < len(names):
         raise other(facts_at, "buckets", names, "a list of sizes, e.g. 576x448", BUCKETS_AGAIN)
-    stages = tuple(read_stage(f"{location.rstrip('/')}/{name}", fetched=fetched) for name in names)
+    stages = tuple(read_stage(f"{location.rstrip('/')}/{name}") for name in names)
     for name, stage in zip(names, stages, strict=True):
         if stage.kind != facts["stage"] or stage.facts.get("image_size") != [int(px) for px in name.split("x")]:
             given = f"{stage.kind} of {stage.facts.get('image_size')} px"
             raise ValueError(f"{stage.location} has {given}, and is no bucket of {facts_at}. {BUCKETS_AGAIN}")
     if not is_number(facts.get("samples"), total := sum(stage.num_samples for stage in stages)):
-        raise other(
-            facts_at, "samples", facts.get("samples", MISSING), f"{total}, the sum of its buckets", BUCKETS_AGAIN
-        )
+        given = facts.get("samples", MISSING)
+        raise other(facts_at, "samples", given, f"{total}, the sum of its buckets", BUCKETS_AGAIN)
     digests = "".join(f"{name} {stage.index_sha256}\n" for name, stage in zip(names, stages, strict=True))
     return Stage(
         location=location,
         kind=facts["stage"],
         index_sha256=hashlib.sha256(digests.encode()).hexdigest(),
-        num_samples=total,
+        num_samples=facts["samples"],
         columns=stages[0].columns,
         encodings=stages[0].encodings,
         largest_shard_bytes=max(stage.largest_shard_bytes for stage in stages),
@@ -231,23 +212,16 @@ def read_index(location: str) -> Index:
     return parsed_index(location, _index_text(location), of_others=True)
 
 
-def _index_text(location: str, fetched: Fetched | None = None) -> bytes:
+def _index_text(location: str) -> bytes:
     if text := address_problem(location):
         raise ValueError(text)
     scheme = scheme_of(location)
     if scheme not in DOWNLOADER_MAPPINGS:
         known = ", ".join(f"{name}://" for name in sorted(name for name in DOWNLOADER_MAPPINGS if name))
         raise ValueError(f"'{location}' is in no known store. Known: a folder, {known}.")
-    try:
-        if not scheme and not Path(location).is_dir():
-            raise ValueError(
-                f"no folder {location}. Check the path, or make the stage: python -m prepare.shards --help"
-            )
-    except OSError as error:
-        raise ValueError(
-            f"{location} cannot be read: {error.strerror}. Check the path, and who may read it."
-        ) from error
-    return _text_of(location, INDEX, fetched=fetched)
+    if not scheme and not os.path.isdir(location):  # noqa: PTH112  # a Path raises where a name is too long
+        raise ValueError(f"no folder {location}. Check the path, or make the stage: python -m prepare.shards --help")
+    return _text_of(location, INDEX)
 
 
 def split_place(place: str) -> tuple[str, str]:
@@ -256,73 +230,49 @@ def split_place(place: str) -> tuple[str, str]:
     return folder or ("/" if slash else "."), name
 
 
-def _check_facts(where: str, location: str, facts: Mapping[str, Any], digest: str) -> None:
-    """Look at what dataset.json says of every stage, but for the number of samples."""
-    schema, again = facts.get("schema", MISSING), AGAIN
-    if facts.get("columns") is not None:
-        again = f"Adopt the data set again: {ADOPT} {location}"
-    if type(schema) is not int:
-        raise other(where, "schema", schema, f"{FACTS_SCHEMA}, a number")
-    if schema != FACTS_SCHEMA:
-        raise ValueError(f"{where} has schema {schema}; this version reads {FACTS_SCHEMA}. {AGAIN}")
-    if facts.get("index_sha256") != digest:
-        name = FACTS_FILE if where == f"{location.rstrip('/')}/{FACTS_FILE}" else where
+def _check_facts(where: str, location: str, facts: Mapping[str, Any], index: Index) -> None:
+    """Look at what dataset.json says of every stage. Raises ValueError."""
+    is_adopted = facts.get("columns") is not None
+    again = f"Adopt the data set again: {ADOPT} {location}" if is_adopted else AGAIN
+    of_index = facts.get("index_sha256")
+    if facts.get("schema") == FACTS_SCHEMA and of_index != index.sha256:
         raise ValueError(
-            f"{location}/index.json (sha256 {digest[:12]}) is not the one that {name} was written for "
-            f"({str(facts.get('index_sha256'))[:12]}). {again}"
+            f"{location}/{INDEX} (sha256 {index.sha256[:12]}) is not the one that {where} was written for "
+            f"({str(of_index)[:12]}). {again}"
         )
-    encoders = facts.get("encoders")
+    encoders, total, columns = facts.get("encoders"), int(index.shards.samples.sum()), columns_of(facts)
     known = [digest for digest in encoders.values() if digest is not None] if isinstance(encoders, dict) else None
-    if encoders is not None and not are_texts(known):  # null: of moments that others have made
-        raise other(where, "encoders", encoders, "an object of names and fingerprints")
+    checks = [
+        ("schema", is_number(facts.get("schema"), FACTS_SCHEMA), f"{FACTS_SCHEMA}, a number"),
+        ("encoders", encoders is None or are_texts(known), "an object of names and fingerprints"),
+        ("stage", facts.get("stage") in list(KINDS), " or ".join(map(json.dumps, KINDS))),
+        ("samples", "buckets" in facts or is_number(facts.get("samples"), total), f"{total}, the sum of {INDEX}"),
+    ]
     for name in (KEYS_DIGEST, EMPTY_DIGEST):
-        of_file = facts.get(name)
-        if of_file is not None and not (isinstance(of_file, str) and DIGEST.fullmatch(of_file)):
-            raise other(where, name, of_file, "16 hexadecimal digits")
-    if facts.get("stage") not in list(KINDS):  # of a list: what is given may have no hash
-        raise other(where, "stage", facts.get("stage", MISSING), " or ".join(map(json.dumps, KINDS)))
-    if facts.get("columns") is None:
-        return
-    if columns_of(facts) is None or facts["stage"] != "images":
-        raise other(
-            where, "columns", facts["columns"], "of a stage of images, an object of captions, image and key", again
-        )
+        digest = facts.get(name)
+        is_right = digest is None or (isinstance(digest, str) and DIGEST.fullmatch(digest) is not None)
+        checks.append((name, is_right, "16 hexadecimal digits"))
+    if is_adopted:
+        is_right = columns is not None and facts.get("stage") == "images"
+        checks.append(("columns", is_right, "of a stage of images, an object of captions, image and key"))
+    for key, is_right, possible in checks:
+        if not is_right:
+            raise other(where, key, facts.get(key, MISSING), possible, again)
 
 
-def _check_shards(folder: str, shards: ShardTable, of_others: str | None) -> None:
+def _check_shards(folder: str, shards: ShardTable, again: str) -> None:
     """Look for shards that are not there or were cut; without this a run finds them hours later."""
     for name, size in shards.stored():
+        what = "is missing or no file"
         with contextlib.suppress(OSError):
             found = os.stat(f"{folder}/{name}")  # noqa: PTH116  # a Path takes twice as long as the call
-            if found.st_size == size and stat.S_ISREG(found.st_mode):
-                continue
-        raise ValueError(_wrong_file(Path(folder, name), Path(folder), size, of_others))
-
-
-def _wrong_file(path: Path, folder: Path, size: int, of_others: str | None) -> str:
-    of_part = f"Remove {path.parent}, and give the command that made it again."
-    again = of_others or (AGAIN if path.parent == folder else of_part)
-    try:
-        if not path.is_file():
-            what = "is no file" if os.path.lexists(path) else "is missing"
-            return f"{path} {what}, index.json lists it. {again}"
-        return f"{path} has {path.stat().st_size:,} bytes, index.json says {size:,}. {again}"
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}, index.json lists it. {again}"
-
-
-def holds_another_stage(local: str, stage: Stage) -> bool:
-    """True where a cache folder was filled from another stage; an index that is only damaged has most shards of its own."""
-    try:
-        path = Path(local, INDEX)
-        check_memory(str(path), path.stat().st_size)
-        if hashlib.sha256(text := path.read_bytes()).hexdigest() == stage.index_sha256:
-            return False
-        index = parsed_index(local, text, of_others=True)
-        cached = fingerprints((index.content or {})["shards"] if index.table is None else index.table)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False  # empty, or broken: it is fetched again
-    return 2 * int(np.isin(cached, fingerprints(stage.shards)).sum()) < len(cached)
+            if stat.S_ISREG(found.st_mode):
+                what = f"has {found.st_size:,} bytes"
+                if found.st_size == size:
+                    continue
+        part = Path(folder, name).parent
+        todo = again if part == Path(folder) else f"Remove {part}, and give the command that made it again."
+        raise ValueError(f"{folder}/{name} {what}, {INDEX} says {size:,} bytes. {todo}")
 
 
 def read_json(location: str, name: str, or_adopt: str = "") -> tuple[bytes, dict[str, Any]]:
@@ -331,12 +281,8 @@ def read_json(location: str, name: str, or_adopt: str = "") -> tuple[bytes, dict
     return text, parsed_object(f"{location}/{name}", text)
 
 
-def _text_of(location: str, name: str, or_adopt: str = "", fetched: Fetched | None = None) -> bytes:
-    """Return a file of a stage. Raises ValueError: it is not there, or would not fit into memory.
-
-    Args:
-        fetched: gets it, where it is fetched.
-    """
+def _text_of(location: str, name: str, or_adopt: str = "") -> bytes:
+    """Return a file of a stage. Raises ValueError: it is not there, or would not fit into memory."""
     if not is_remote(location):
         path = Path(location, name)
         try:
@@ -358,9 +304,36 @@ def _text_of(location: str, name: str, or_adopt: str = "", fetched: Fetched | No
         except Exception as error:  # each store's client has exceptions of its own
             raise refusal(error, f"{explain_store_error(error, location)}{or_adopt}") from error
         check_memory(place, size)
-        if fetched is not None:
-            fetched[location.rstrip("/")] = open(Path(folder, name), "rb")  # noqa: SIM115 (until it is taken)
         return Path(folder, name).read_bytes()
+
+
+def file_beside(stage: Stage, name: str, wanted: str, folder: str | None) -> Path:
+    """Return a local path of a file beside dataset.json. Raises ValueError: it is not there, or another.
+
+    Args:
+        wanted: its digest, of the kind HASH.
+        folder: where that of a stage in a store is kept.
+    """
+    source = f"{stage.location.rstrip('/')}/{name}"
+    path = Path(source)
+    if is_remote(stage.location):
+        assert folder is not None
+        path = Path(folder, name)
+        if path.is_file() and file_digest(path) == wanted:
+            return path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole(path) as temporary:
+                download_once(source, str(temporary))
+        except Exception as error:  # each store's client has exceptions of its own
+            raise refusal(error, explain_store_error(error, source)) from error
+    try:
+        found = file_digest(path)
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}; dataset.json names it. Copy it anew.") from error
+    if found != wanted:
+        raise ValueError(f"{source} is damaged: its {HASH} is {found}, dataset.json says {wanted}. Copy it anew.")
+    return path
 
 
 def write_facts(folder: Path, stage: str, facts: dict[str, Any]) -> None:

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import xxhash
 from torch import Tensor
 
-from stages.dataset import EMPTY_DIGEST, FACTS_FILE, Stage, is_remote, read_json, split_place
-from stages.fetch import HASH
+from stages.dataset import EMPTY_DIGEST, FACTS_FILE, Stage, file_beside, read_json, split_place
 from stages.mixture import StreamConfig
-from stages.store_errors import explain_store_error, refusal
-from stages.stores import download_once
 
 EMPTY_FILE = "empty_text.safetensors"
 
@@ -48,21 +44,6 @@ def read_empty_text(stage: Stage) -> dict[str, Tensor]:
     """Return the empty text's states, float16 (1, ...) each. Raises ValueError: they are not there, or damaged."""
     from safetensors.torch import load
 
-    source = f"{stage.location.rstrip('/')}/{EMPTY_FILE}"
-    try:
-        content = _fetched(source) if is_remote(stage.location) else Path(source).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}; dataset.json names it. Copy it anew.") from error
-    found, wanted = digest_of(content), stage.facts[EMPTY_DIGEST]
-    if found != wanted:
-        raise ValueError(f"{source} is damaged: its {HASH} is {found}, dataset.json says {wanted}. Copy it anew.")
-    return {name: states[None] for name, states in load(content).items()}
-
-
-def _fetched(source: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            download_once(source, f"{folder}/{EMPTY_FILE}")
-        except Exception as error:  # each store's client has exceptions of its own
-            raise refusal(error, explain_store_error(error, source)) from error
-        return Path(folder, EMPTY_FILE).read_bytes()
+        content = file_beside(stage, EMPTY_FILE, stage.facts[EMPTY_DIGEST], folder).read_bytes()
+    return {name: states[None] for name, states in load(content).items()}

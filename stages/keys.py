@@ -9,17 +9,12 @@ The caption belongs to it: img2dataset numbers the samples of every data set ali
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from cli.files import whole
-from stages.dataset import KEYS_DIGEST, Stage, is_remote
-from stages.fetch import HASH, file_digest
-from stages.store_errors import explain_store_error, refusal
-from stages.stores import download_once
+from stages.dataset import KEYS_DIGEST, Stage, file_beside
 
 KEYS_FILE = "keys.u64"
 NUMBER = np.dtype("<u8")
@@ -51,31 +46,7 @@ def are_in(stage: Stage, digests: np.ndarray, folder: str | None) -> np.ndarray 
     wanted = stage.facts.get(KEYS_DIGEST)
     if wanted is None:
         return None
-    path = _fetched(stage.location, wanted, folder)
+    path = file_beside(stage, KEYS_FILE, wanted, folder)
     known = np.memmap(path, NUMBER, "r")  # of a large stage some GiB, of which a search reads a few pages
     places = np.minimum(np.searchsorted(known, digests), len(known) - 1)
     return known[places] == digests
-
-
-def _fetched(location: str, wanted: str, folder: str | None) -> Path:
-    """Return a local path of a stage's list, whose digest has been compared. Raises ValueError: it cannot be had."""
-    source = f"{location.rstrip('/')}/{KEYS_FILE}"
-    path = Path(source)
-    if is_remote(location):
-        assert folder is not None
-        path = Path(folder, KEYS_FILE)
-        if path.is_file() and file_digest(path) == wanted:
-            return path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with whole(path) as temporary:
-                download_once(source, str(temporary))
-        except Exception as error:  # each store's client has exceptions of its own
-            raise refusal(error, explain_store_error(error, source)) from error
-    try:
-        found = file_digest(path)
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}; dataset.json names it. Copy it anew.") from error
-    if found != wanted:
-        raise ValueError(f"{source} is damaged: its {HASH} is {found}, dataset.json says {wanted}. Copy it anew.")
-    return path

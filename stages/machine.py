@@ -50,11 +50,12 @@ from streaming.base.shared import SharedArray
 from streaming.base.shared import prefix as streaming_prefix
 from streaming.base.util import bytes_to_int
 
-from cli.errors import ConfigError
+from cli import ranks
+from cli.errors import ConfigError, Failed
 from cli.private_api import require_private_api
 from stages.fetch import INDEX, FetchCancelled, RetryingStream, StreamFailure
 from stages.index_file import parsed_index
-from stages.shard_readers import Readers, ShardOfSample
+from stages.shard_table import Readers, ShardOfSample
 from stages.shared_memory import LOCK_FILE, take_number
 
 POLL_SEC = 0.01  # between two looks at what other processes do
@@ -62,19 +63,28 @@ ROOM_SEC = 0.1  # the same, of one that needs the lock: all that fits the cache 
 FAILED = 255  # a state of a shard beside streaming's own
 OWN_FOLDER = "Give each run a folder of its own, or wait for the other one."
 
-OF_DATASET = ("_shard_states", "_shard_access_times", "_cache_filelock_path", "_shm_prefix_int")
-OF_DATASET += ("prepare_shard", "get_item", "cache_usage", "cache_limit", "spanner", "shards", "stream_per_shard")
-OF_DATASET += ("_evict_coldest_shard", "_evict_shard")
-require_private_api(
-    StreamingDataset, *OF_DATASET, why="shards that cannot be had are told from those that are waited for"
+OF_DATASET = (
+    "_shard_states",
+    "_shard_access_times",
+    "_cache_filelock_path",
+    "_shm_prefix_int",
+    "prepare_shard",
+    "get_item",
 )
-require_private_api(
-    "streaming.base.dataset", "_ShardState.INVALID", "_ShardState.REMOTE", "_ShardState.LOCAL", why="the same"
+OF_DATASET += (
+    "cache_usage",
+    "cache_limit",
+    "spanner",
+    "shards",
+    "stream_per_shard",
+    "_evict_coldest_shard",
+    "_evict_shard",
 )
-require_private_api("streaming.base.dataset", "Spanner", "_get_path", why="no copy of all sample numbers is made")
-require_private_api(
-    "streaming.base.shared.prefix", "_check_and_find_retrying", why="a killed run's shared memory is told by its lock"
-)
+OF_MODULE = ("_ShardState.INVALID", "_ShardState.REMOTE", "_ShardState.LOCAL", "Spanner", "_get_path")
+WHY = "shards that cannot be had are told from those that are waited for"
+require_private_api(StreamingDataset, *OF_DATASET, why=WHY)
+require_private_api("streaming.base.dataset", *OF_MODULE, why=WHY)
+require_private_api("streaming.base.shared.prefix", "_check_and_find_retrying", why="a killed run is told by its lock")
 ShardState: Any = getattr(streaming_dataset, "_ShardState", None)
 
 
@@ -84,17 +94,19 @@ def _on_one_rank_of_each_machine(work: Callable[[], None]) -> None:
     Raises:
         StreamFailure, ConfigError: on all ranks, if it does on one.
     """
-    error: StreamFailure | ConfigError | None = None
-    if dist.get_local_rank() == 0:
+
+    def work_or_refuse() -> None:
         try:
             work()
-        except (StreamFailure, ConfigError) as failure:
-            error = failure
-        except OSError as failure:
-            error = ConfigError([f"data.local: {failure}. Give a folder that this user may write in."])
-    said = None if error is None else (isinstance(error, ConfigError), str(error))
-    for is_refusal, text in filter(None, dist.all_gather_object(said)):
-        raise ConfigError([text]) if is_refusal else StreamFailure(text)
+        except StreamFailure as error:
+            raise Failed(str(error)) from error
+        except OSError as error:
+            raise ConfigError([f"data.local: {error}. Give a folder that this user may write in."]) from error
+
+    try:
+        ranks.on_one_rank_of_each_machine(work_or_refuse)
+    except Failed as error:
+        raise StreamFailure(str(error)) from error
 
 
 def _with_globals(function: Any, **changed: Any) -> Any:
@@ -128,7 +140,7 @@ class MachineStages(StreamingDataset):
 
     Raises:
         StreamFailure: on all ranks, when one of them cannot have a stage's index, or another run uses a folder.
-        ConfigError: on all ranks, when a folder cannot be written, or the limit is too low.
+        ConfigError: on all ranks, when a folder cannot be written.
     """
 
     def __init__(self, *, streams: Sequence[RetryingStream], cache_limit: int | str | None = None, **arguments: Any):
@@ -141,7 +153,7 @@ class MachineStages(StreamingDataset):
             _on_one_rank_of_each_machine(stream.fetch_index)
             if stream.table is None:
                 text = Path(stream.local, INDEX).read_bytes()
-                stream.table = parsed_index(stream.local, text, of_others=stream.adopted is not None).shards()
+                stream.table = parsed_index(stream.local, text, of_others=stream.adopted is not None).shards
         _on_one_rank_of_each_machine(self._take_number)
         number = dist.all_gather_object(self._number)[dist.get_global_rank() - dist.get_local_rank()]
         _construct(self, number, streams=list(streams), **arguments)
@@ -162,16 +174,10 @@ class MachineStages(StreamingDataset):
 
     def _set_limit(self, given: int | str | None) -> None:
         """Set the cache's limit. Streaming's constructor compares it with what is read in place too, so it is given none."""
-        self.cache_limit = limit = bytes_to_int(given) if isinstance(given, str) else given
+        self.cache_limit = bytes_to_int(given) if isinstance(given, str) else given
         cached = [stream for stream in self.streams if stream.remote is not None]
         sizes = (int((stream.table.raw_bytes + stream.table.zip_bytes).max()) for stream in cached)
-        self.largest_bytes, of_index = max(sizes, default=0), sum(stream.get_index_size() for stream in cached)
-        if limit and limit < (least := max(4 * self.largest_bytes, of_index + 1)):
-            needs = f"4 of the largest shard ({self.largest_bytes:,}) or index.json ({of_index:,})"
-            text = (
-                f"data.cache_limit: {limit:,} bytes do not hold {needs}. Give at least {-(-least // 2**20)}mb, or null."
-            )
-            raise ConfigError([text])
+        self.largest_bytes = max(sizes, default=0)
 
     def _lock_folders(self) -> None:
         """Keep other runs out of the cache folders, until the process ends or lets them go.

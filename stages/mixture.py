@@ -17,13 +17,11 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from cli.files import cache_folder
 from cli.limits import ImageSize, limited
-from stages.adopted import AdoptedSet, kept_digests
-from stages.dataset import Fetched, Stage, is_remote, read_stage
+from stages.dataset import Stage, is_remote, read_stage
 from stages.fetch import RetryingStream
 from stages.index_file import is_compressed
 
@@ -76,12 +74,7 @@ class StreamConfig:
     @functools.cached_property
     def contents(self) -> Stage:
         """What the stage says of itself: read when it is first asked for, then kept. Raises ValueError: see `read_stage`."""
-        return read_stage(self.location or "", self.facts, self.fetched)
-
-    @functools.cached_property
-    def fetched(self) -> Fetched:
-        """What `contents` has fetched, for the stream that keeps it in its folder."""
-        return {}
+        return read_stage(self.location or "", self.facts)
 
     @property
     def folders(self) -> tuple[str | None, str | None]:
@@ -142,7 +135,6 @@ def opened(sources: Sequence[StreamConfig], stages: Sequence[Stage], size: Image
                 caption=source.caption,
                 choose=ends and ends[at + 1] - ends[at],
             )
-            vars(own)["fetched"] = source.fetched
             if own.choose != 0:
                 found.append(Opened(number, own, bucket, bucket.size))
     return found
@@ -198,24 +190,16 @@ def names_of(locations: Sequence[str]) -> list[str]:
 
 def stream_of(given: Opened, patience_sec: float) -> RetryingStream:
     """Return the stream of a stage."""
-    remote, local = given.config.folders
+    (remote, local), columns, caption = given.config.folders, given.stage.adopted, given.config.caption
     assert local is not None
+    if columns is not None and caption is not None:
+        columns = dataclasses.replace(columns, captions=(caption,))
     return RetryingStream(
         remote=remote,
         local=local,
         patience_sec=patience_sec,
         index_sha256=given.stage.index_sha256,
-        adopted=_adopted(given.stage, given.config.caption, None if remote is None else local),
+        adopted=columns,
         table=given.stage.shards,
-        fetched=None if remote is None else given.config.fetched.pop(remote.rstrip("/"), None),
         **given.config.weight,
     )
-
-
-def _adopted(stage: Stage, caption: str | None, cache: str | None) -> AdoptedSet | None:
-    """Return what a reader of a data set of others needs: missing digests are kept in the cache, else beside dataset.json."""
-    if stage.adopted is None:
-        return None
-    beside = own_folder(stage.facts_at) if is_remote(stage.facts_at) else str(Path(stage.facts_at).parent)
-    columns = stage.adopted if caption is None else dataclasses.replace(stage.adopted, captions=(caption,))
-    return AdoptedSet(columns, kept_digests(stage.index_sha256, cache or beside))

@@ -132,22 +132,24 @@ class MomentsStream(BatchStream):
         for _ in range(1 + retry):
             try:
                 with ShardFile(self.shards[shard_id]) as shard:
-                    fronts = shard.read_into(rows, into)
-                return self._captions(shard_id, shard, fronts)
+                    captions = []
+                    for at, columns in enumerate(shard.read(rows)):
+                        for name, buffers in into.items():
+                            memoryview(buffers[at])[:] = columns[name]
+                        captions.append(self._captions(shard_id, columns))
+                return captions
             except FileNotFoundError:
                 self.prepare_shard(shard_id)
                 self.open_shard(shard_id)
         raise ShardError(f"data: {self.shards[shard_id].raw_data.basename} cannot be kept: a larger data.cache_limit?")
 
-    def _captions(self, shard_id: int, shard: ShardFile, fronts: Sequence[bytearray]) -> list[Any]:
-        """Return the captions of each row; None where its stored tokens are those of its only one."""
+    def _captions(self, shard_id: int, columns: Mapping[str, memoryview]) -> Any:
+        """Return the captions of a row; None where its stored tokens are those of its only one."""
         column = None if self.captions is None else self.captions[int(self.stream_per_shard[shard_id])]
         if column is not None:
-            encoding = self.shards[shard_id].column_encodings[shard.names.index(column)]
-            return [texts_of(encoding, bytes(shard.columns_of(front)[column])) for front in fronts]
-        if self.tokenize and "captions" in shard.names:
-            return [json.loads(bytes(shard.columns_of(front)["captions"])) or None for front in fronts]
-        return [None] * len(fronts)
+            reader = self.shards[shard_id]
+            return texts_of(reader.column_encodings[reader.column_names.index(column)], bytes(columns[column]))
+        return json.loads(bytes(columns["captions"])) or None if self.tokenize and "captions" in columns else None
 
     def _put_tokens(self, captions: Mapping[int, str], batch: Mapping[str, np.ndarray]) -> None:
         """Replace the stored tokens by those of the drawn captions, by place."""

@@ -1,17 +1,16 @@
-"""The order in which an epoch reads the samples of its stages: streaming's own, resumed anywhere, dealt into buckets.
-
-Its random part is made in stages/shuffling.py.
-"""
+"""The order in which an epoch reads the samples of its stages: streaming's own, resumed anywhere, dealt into buckets."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 from streaming import StreamingDataset
+from streaming.base.batching import batching_methods, generate_work_random_batching
+from streaming.base.world import World
 
 from cli.private_api import require_private_api
 from stages.buckets import in_buckets
@@ -19,10 +18,21 @@ from stages.draws import Draw, draw_of
 from stages.fetch import RetryingStream
 from stages.machine import MachineStages
 from stages.shared_memory import SEGMENTS
-from stages.shuffling import Array, Epoch, dtype_of, order_of, padded_for, part_of_worker, share
 
-OF_ORDER = ("_get_work", "_resume_incr_epoch", "_shared_barrier", "_unique_worker_world", "_parallel_worker_world")
-require_private_api(StreamingDataset, *OF_ORDER, "_shm_prefix_int", why="an epoch's order is made and shared here")
+Array = np.ndarray[Any, Any]
+OF_ORDER = ("_share_work", "_resume_incr_epoch")
+require_private_api(StreamingDataset, *OF_ORDER, why="an epoch's order is resumed and dealt into buckets here")
+
+NUMBER_BYTES = 8  # of each sample of an epoch, in /dev/shm
+ORDERS = (
+    10  # memory in all: streaming's py1e takes 57 to 65 bytes a sample (seen at 5 million), /dev/shm and workers 8 each
+)
+
+
+def memory_gib(num_samples: int) -> tuple[float, float]:
+    """Return what an epoch's order takes on a node, GiB: of /dev/shm while an epoch begins; of all its memory."""
+    shared = num_samples * NUMBER_BYTES / 2**30
+    return shared, ORDERS * shared
 
 
 class OrderedStages(MachineStages):
@@ -51,8 +61,8 @@ class OrderedStages(MachineStages):
         self.buckets = None if buckets is None else np.asarray(buckets)
         self.epoch = 0  # that is read
         super().__init__(streams=streams, **arguments)
-        assert not self.shuffle or self.shuffle_algo == "py1e"  # the one that is made here
-        assert self.sampling_method == "balanced"  # the same
+        if self.buckets is not None:
+            self.batching_method = BUCKETS
 
     def resume(self, epoch: int, samples: int) -> None:
         """Begin the next iteration at a sample of an epoch, over all ranks; the epochs after it follow from there."""
@@ -81,80 +91,43 @@ class OrderedStages(MachineStages):
 
     def batches_of_epoch(self, global_batch_size: int) -> int:
         """Return the number of whole batches, over all ranks, of every epoch."""
-        return (
-            sum(self._batches_of_buckets(global_batch_size))
-            if self.buckets is not None
-            else self.epoch_size // global_batch_size
-        )
+        if self.buckets is None:
+            return self.epoch_size // global_batch_size
+        return sum(self._batches_of_buckets(global_batch_size))
 
     def _batches_of_buckets(self, global_batch_size: int) -> list[int]:
+        assert self.buckets is not None
         chosen = np.array([stream.choose for stream in self.streams])
-        return [
-            int(chosen[self.buckets == bucket].sum()) // global_batch_size for bucket in range(max(self.buckets) + 1)
-        ]
+        return [int(chosen[self.buckets == at].sum()) // global_batch_size for at in range(max(self.buckets) + 1)]
 
-    # --- the order of an epoch ---
-
-    def _get_work(self, epoch: int, sample_in_epoch: int) -> Array:
-        """Return this worker's samples: one process of the machine makes the order, and the others take theirs from it.
-
-        As streaming does it, with one difference: a node's own part alone is shared, in 4 bytes a sample.
-        """
-        leads, world = self._unique_worker_world.is_local_leader, self._parallel_worker_world
-        if not hasattr(self._shared_barrier, "lock"):
-            self._shared_barrier.lock = FileLock(self._shared_barrier.filelock_path)
-        shared = SEGMENTS / f"{self._shm_prefix_int:06d}_order"
-        if leads:
-            share(padded_for(self._order_of_node(epoch, sample_in_epoch), world.ranks_per_node), shared)
-        self._shared_barrier(self._unique_worker_world.workers_per_node)
-        order = np.memmap(shared, dtype_of(self.num_samples), mode="r") if shared.stat().st_size else np.empty(0, int)
-        rank, worker = world.rank_of_node, world.worker_of_rank
-        all_of = {"ranks": world.ranks_per_node, "workers": world.workers_per_rank, "batch_size": self.batch_size}
-        own = part_of_worker(order, rank=rank, worker=worker, **all_of)
-        self._shared_barrier(self._unique_worker_world.workers_per_node)
-        if leads:
-            shared.unlink()
-        return own
-
-    def _order_of_node(self, epoch: int, sample_in_epoch: int) -> Array:
-        """Return the samples that this node reads, in their order, from a sample of the epoch (over all nodes) on."""
-        order = order_of(self._epoch_of(epoch), shuffle=self.shuffle)
-        nodes = self._parallel_worker_world.num_nodes
-        if self.buckets is None:
-            return order[sample_in_epoch // nodes :]
-        size = nodes * self._parallel_worker_world.ranks_per_node * self.batch_size
-        return self._in_buckets(order, size)[sample_in_epoch // size :].reshape(-1)[
-            self._parallel_worker_world.node :: nodes
-        ]
-
-    @property
-    def has_weights(self) -> bool:
-        """True where an epoch has a sample several times, or not at all."""
-        return any(stream.choose != num for stream, num in zip(self.streams, self.samples_per_stream, strict=True))
-
-    def _epoch_of(self, epoch: int) -> Epoch:
-        world, streams = self._parallel_worker_world, []
-        if self.has_weights:
-            chosen = [int(stream.choose) for stream in self.streams]
-            streams = list(zip(self.shards_per_stream.tolist(), chosen, strict=True))
-        node, nodes = (
-            (world.node, world.num_nodes) if self.buckets is None else (0, 1)
-        )  # batches are dealt from all of it
-        return Epoch(
-            self.samples_per_shard,
-            canonical_nodes=self.num_canonical_nodes,
-            node=node,
-            nodes=nodes,
-            seed=self.shuffle_seed,
-            epoch=epoch,
-            block_size=self.shuffle_block_size,
-            streams=streams,
-            granularity=self.sampling_granularity,
-        )
-
-    def _in_buckets(self, order: Array, batch_size: int) -> Array:
+    def in_buckets(self, order: Array, batch_size: int) -> Array:
         """# (N,) of streaming's order of all samples -> (batches of an epoch, batch over all ranks): each of one bucket."""
         assert self.buckets is not None
         of_shard = self.buckets.astype(np.int16)[self.stream_per_shard]
         buckets = np.repeat(of_shard, self.samples_per_shard)[order]
         return in_buckets(order, buckets, self._batches_of_buckets(batch_size), batch_size)
+
+    def _share_work(self, sample_ids: Array) -> Any:
+        """Share an epoch's order. Raises ValueError: /dev/shm has no room, which would end the process without a word."""
+        room = os.statvfs(SEGMENTS)
+        if sample_ids.nbytes > room.f_bavail * room.f_frsize:
+            size = f"the order of {sample_ids.size:,} samples, {sample_ids.nbytes / 2**30:.3g} GiB"
+            todo = "Enlarge it (docker run --shm-size=16g or --ipc=host)"
+            raise ValueError(f"data: {SEGMENTS} has no room for {size}. {todo}.")
+        return super()._share_work(sample_ids)
+
+
+def work_in_buckets(dataset: OrderedStages, world: World, epoch: int, sample_in_epoch: int) -> Array:
+    """Deal streaming's order into batches of one bucket each; -> int64 (nodes, ranks, workers, batches, B), -1: none."""
+    order = generate_work_random_batching(dataset, World(1, 1, 1, 0), epoch, 0).reshape(-1)
+    ranks, workers, batch_size = world.ranks_per_node, world.workers_per_rank, dataset.batch_size
+    assert batch_size is not None
+    size = world.num_ranks * batch_size
+    batches = dataset.in_buckets(order[order != -1], size)[sample_in_epoch // size :]
+    dealt = batches.reshape(-1, batch_size, ranks, world.num_nodes).transpose(3, 2, 0, 1)
+    dealt = np.pad(dealt, ((0, 0), (0, 0), (0, -len(batches) % workers), (0, 0)), constant_values=-1)
+    return dealt.reshape(world.num_nodes, ranks, -1, workers, batch_size).transpose(0, 1, 3, 2, 4)
+
+
+BUCKETS = "buckets"
+batching_methods[BUCKETS] = work_in_buckets  # type: ignore[assignment]

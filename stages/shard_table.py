@@ -1,67 +1,36 @@
-"""The shards that an index.json lists, as arrays: about 100 bytes a shard, where the index's own objects take 3 kB.
+"""The shards that an index.json lists, as arrays: about 400 bytes a shard, where the index's own objects take 3 kB.
 
-Arrays are shared by forked workers for good: nothing counts references in them.
+Arrays are shared by forked workers for good: nothing counts references in them. Streaming's readers of shards are made of
+the table when they are asked for: streaming makes one a shard when it starts, 70 us and 3 kB each, in every process.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
+from streaming.base.format.base.reader import FileInfo, Reader
+from streaming.base.format.mds.reader import MDSReader
+
+from cli.private_api import require_private_api
+
+if TYPE_CHECKING:
+    from stages.adopted import Columns
+
+KEPT = 1024  # readers, 1 kB each
+OF_READER = ("dirname", "split", "compression", "hashes", "samples", "size_limit", "file_pairs", "raw_data", "zip_data")
+OF_READER += ("column_names", "column_encodings", "column_sizes", "get_max_size", "evict")
+require_private_api(MDSReader, *OF_READER, why="a reader of a shard is a view of a row of a table")
 
 OWN = ("raw_data", "zip_data", "samples")
 """What an entry has for itself; the rest it has in common with others."""
-
-
-class Texts(Sequence[str]):
-    """Texts, one after another.
-
-    Args:
-        joined: uint8, the bytes of all.
-        ends: int64, where each ends.
-    """
-
-    def __init__(self, joined: NDArray[np.uint8], ends: NDArray[np.int64]):
-        self.joined, self.ends = joined, ends
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, at: Any) -> Any:
-        begin = self.ends[at - 1] if at else 0
-        return self.joined[begin : self.ends[at]].tobytes().decode("utf-8", "surrogatepass")
-
-    def __iter__(self) -> Iterator[str]:
-        joined, begin = self.joined.tobytes(), 0
-        for end in self.ends.tolist():
-            yield joined[begin:end].decode("utf-8", "surrogatepass")
-            begin = end
-
-    def take(self, numbers: Iterable[int]) -> Texts:
-        """Return some of them."""
-        writer = _TextsWriter()
-        for number in numbers:
-            writer.add(self[number])
-        return writer.done()
-
-
-class _TextsWriter:
-    def __init__(self) -> None:
-        self.joined, self.ends = bytearray(), array("q")
-
-    def add(self, text: str) -> None:
-        self.joined += text.encode("utf-8", "surrogatepass")
-        self.ends.append(len(self.joined))
-
-    def done(self) -> Texts:
-        return Texts(np.array(self.joined), np.array(self.ends))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,12 +45,12 @@ class ShardTable(Sequence[Mapping[str, Any]]):
     raw_bytes: NDArray[np.int64]
     zip_bytes: NDArray[np.int64]
     """(N,) size of the compressed file; 0: there is none."""
-    names: Texts
+    names: NDArray[np.str_]
     """(N,) of the files that are read, as the index has them."""
-    hashes: Texts
+    hashes: NDArray[np.str_]
     """(N,) of these files, as JSON."""
-    zips: Texts | None
-    """(N,) compressed files as JSON; None: there are none."""
+    zips: NDArray[np.str_]
+    """(N,) compressed files as JSON, null where there is none."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -89,7 +58,11 @@ class ShardTable(Sequence[Mapping[str, Any]]):
     def __getitem__(self, at: Any) -> Any:
         """Return an entry, as json.loads gives it; what it has in common with others is shared with them."""
         number = range(len(self))[at]
-        raw = {"basename": self.names[number], "bytes": int(self.raw_bytes[number]), "hashes": self.raw_hashes(number)}
+        raw = {
+            "basename": str(self.names[number]),
+            "bytes": int(self.raw_bytes[number]),
+            "hashes": self.raw_hashes(number),
+        }
         own = {"raw_data": raw, "zip_data": self.zip_data(number), "samples": int(self.samples[number])}
         return {**self.kinds[self.kind_of[number]], **own}
 
@@ -97,11 +70,11 @@ class ShardTable(Sequence[Mapping[str, Any]]):
         return json.loads(self.hashes[number])
 
     def zip_data(self, number: int) -> dict[str, Any] | None:
-        return None if self.zips is None else json.loads(self.zips[number])
+        return json.loads(self.zips[number])
 
     @property
     def is_compressed(self) -> bool:
-        return self.zips is not None
+        return bool(self.zip_bytes.any())
 
     @property
     def first_of_each_kind(self) -> list[int]:
@@ -110,13 +83,13 @@ class ShardTable(Sequence[Mapping[str, Any]]):
 
     def stored(self) -> Iterator[tuple[str, int]]:
         """Yield (name, bytes) of the file that a store has of each shard: the compressed one, where there is one."""
-        of_zips = (None for _ in self.names) if self.zips is None else map(json.loads, self.zips)
-        for name, size, packed in zip(self.names, self.raw_bytes.tolist(), of_zips, strict=True):
+        zips = map(json.loads, self.zips.tolist())
+        for name, size, packed in zip(self.names.tolist(), self.raw_bytes.tolist(), zips, strict=True):
             yield (name, size) if packed is None else (packed["basename"], packed["bytes"])
 
     def folders(self) -> set[str]:
         """Return the folders that files of it lie in, in that of the stage, which is one of them."""
-        names = itertools.chain(self.names, (name for name, _ in self.stored()))
+        names = itertools.chain(self.names.tolist(), (name for name, _ in self.stored()))
         return {"", *(name.rpartition("/")[0] for name in names)}
 
     def filled(self) -> ShardTable:
@@ -124,9 +97,8 @@ class ShardTable(Sequence[Mapping[str, Any]]):
         kept = np.flatnonzero(self.samples)
         if len(kept) == len(self):
             return self
-        arrays = {name: getattr(self, name)[kept] for name in ("kind_of", "samples", "raw_bytes", "zip_bytes")}
-        zips = None if self.zips is None else self.zips.take(kept)
-        return replace(self, **arrays, names=self.names.take(kept), hashes=self.hashes.take(kept), zips=zips)
+        names = ("kind_of", "samples", "raw_bytes", "zip_bytes", "names", "hashes", "zips")
+        return replace(self, **{name: getattr(self, name)[kept] for name in names})
 
 
 class TableWriter:
@@ -135,39 +107,28 @@ class TableWriter:
     def __init__(self) -> None:
         self.kinds: dict[str, int] = {}
         self.kind_of, self.samples, self.raw_bytes, self.zip_bytes = array("i"), array("q"), array("q"), array("q")
-        self.names, self.hashes, self.zips = _TextsWriter(), _TextsWriter(), _TextsWriter()
+        self.texts: tuple[list[str], list[str], list[str]] = [], [], []  # names, hashes, compressed files
 
-    def add(self, shard: Mapping[str, Any]) -> int:
-        """Add an entry that has been looked at; return the number of its kind."""
-        kind = json.dumps({key: value for key, value in shard.items() if key not in OWN})
-        number, raw, packed = self.kinds.setdefault(kind, len(self.kinds)), shard["raw_data"], shard["zip_data"]
-        self.add_alike(number, raw["basename"], raw["bytes"], json.dumps(raw["hashes"]), shard["samples"], packed)
-        return number
+    def has_kind(self, shard: Mapping[str, Any]) -> bool:
+        """True where an entry with the same in common is there."""
+        return _kind(shard) in self.kinds
 
-    def add_alike(
-        self, kind: int, name: str, num_bytes: int, hashes: str, samples: int, packed: Mapping[str, Any] | None = None
-    ) -> None:
-        """Add an entry of a kind that is known. `hashes`: as JSON."""
-        self.kind_of.append(kind)
-        self.names.add(name)
-        self.raw_bytes.append(num_bytes)
-        self.hashes.add(hashes)
-        self.samples.append(samples)
+    def add(self, shard: Mapping[str, Any]) -> None:
+        """Add an entry that has been looked at."""
+        raw, packed = shard["raw_data"], shard["zip_data"]
+        self.kind_of.append(self.kinds.setdefault(_kind(shard), len(self.kinds)))
+        self.raw_bytes.append(raw["bytes"])
+        self.samples.append(shard["samples"])
         self.zip_bytes.append(packed["bytes"] if packed else 0)
-        self.zips.add(json.dumps(packed))
+        texts = (raw["basename"], json.dumps(raw["hashes"]), "null" if packed is None else json.dumps(packed))
+        for kept, text in zip(self.texts, texts, strict=True):
+            kept.append(text)
 
     def done(self) -> ShardTable:
         samples, raw_bytes, zip_bytes = map(np.array, (self.samples, self.raw_bytes, self.zip_bytes))
-        return ShardTable(
-            kinds=tuple(map(json.loads, self.kinds)),
-            kind_of=np.array(self.kind_of),
-            samples=samples,
-            raw_bytes=raw_bytes,
-            zip_bytes=zip_bytes,
-            names=self.names.done(),
-            hashes=self.hashes.done(),
-            zips=self.zips.done() if zip_bytes.any() else None,
-        )
+        names, hashes, zips = (np.array(texts, np.str_) for texts in self.texts)
+        kinds = tuple(map(json.loads, self.kinds))
+        return ShardTable(kinds, np.array(self.kind_of), samples, raw_bytes, zip_bytes, names, hashes, zips)
 
 
 def table_of(shards: Iterable[Mapping[str, Any]]) -> ShardTable:
@@ -178,11 +139,105 @@ def table_of(shards: Iterable[Mapping[str, Any]]) -> ShardTable:
     return writer.done()
 
 
-def fingerprints(shards: Iterable[Mapping[str, Any]]) -> NDArray[np.uint64]:
-    """# -> (N,), one for each entry of an index: of its file's name, bytes and hashes."""
-    raw = (shard["raw_data"] for shard in shards)
-    texts = (f"{file['basename']}\0{file['bytes']}\0{json.dumps(file['hashes'])}" for file in raw)
-    return np.fromiter((xxhash.xxh64_intdigest(text.encode("utf-8", "surrogatepass")) for text in texts), np.uint64)
+def _kind(shard: Mapping[str, Any]) -> str:
+    return json.dumps({key: value for key, value in shard.items() if key not in OWN})
 
 
 NO_SHARDS = table_of([])
+
+
+# --- streaming's readers ---
+
+
+def _common(key: str) -> Any:
+    """Return a property that a shard has in common with others."""
+    return property(lambda self: self._table.kinds[self._table.kind_of[self._number]][key])
+
+
+class TableReader(MDSReader):
+    """A shard in a table. Its attributes are those that MDSReader's constructor sets, which is not called."""
+
+    split = ""
+
+    def __init__(self, table: ShardTable, number: int, dirname: str):
+        self._table, self._number, self.dirname = table, number, dirname
+
+    compression, hashes, size_limit = _common("compression"), _common("hashes"), _common("size_limit")
+    column_names, column_encodings = _common("column_names"), _common("column_encodings")
+    column_sizes = _common("column_sizes")
+
+    @property
+    def samples(self) -> int:  # type: ignore[override]
+        return int(self._table.samples[self._number])
+
+    @functools.cached_property
+    def raw_data(self) -> FileInfo:  # type: ignore[override]
+        table, number = self._table, self._number
+        return FileInfo(str(table.names[number]), int(table.raw_bytes[number]), table.raw_hashes(number))
+
+    @functools.cached_property
+    def zip_data(self) -> FileInfo | None:  # type: ignore[override]
+        packed = self._table.zip_data(self._number)
+        return None if packed is None else FileInfo(**packed)
+
+    @functools.cached_property
+    def file_pairs(self) -> list[tuple[FileInfo, FileInfo | None]]:  # type: ignore[override]
+        return [(self.raw_data, self.zip_data)]
+
+    def get_max_size(self) -> int:
+        return int(self._table.raw_bytes[self._number] + self._table.zip_bytes[self._number])
+
+
+class Readers(Sequence[Reader]):
+    """The readers of streams' shards, one stream after another; those that were asked for last are kept.
+
+    Args:
+        streams: (shards, folder, what a reader of others' shards has to know) of each.
+        numbers: those of all that are in here.
+    """
+
+    def __init__(self, streams: Sequence[tuple[ShardTable, str, Columns | None]] = (), numbers: range | None = None):
+        self.streams = list(streams)
+        self._firsts = [np.cumsum(table.samples) - table.samples if of else None for table, _, of in streams]
+        self._ends = np.cumsum([len(table) for table, _, _ in streams], dtype=np.int64)
+        self._reader = functools.lru_cache(KEPT)(self._make)
+        self._numbers = range(int(self._ends[-1]) if streams else 0) if numbers is None else numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return Readers(self.streams, self._numbers[at])
+        return self._reader(self._numbers[at])
+
+    def __iter__(self) -> Iterator[Reader]:
+        return map(self._make, self._numbers)
+
+    def _make(self, number: int) -> Reader:
+        stream = int(self._ends.searchsorted(number, "right")) if len(self.streams) > 1 else 0
+        (table, folder, adopted), firsts = self.streams[stream], self._firsts[stream]
+        number -= int(self._ends[stream]) - len(table)
+        reader = TableReader(table, number, folder)
+        return reader if adopted is None else adopted.reader(reader, int(firsts[number]))
+
+    def __iadd__(self, others: Readers) -> Readers:
+        """Streaming puts together the shards of its streams so."""
+        return Readers([*self.streams, *others.streams])
+
+
+class ShardOfSample:
+    """Number of a sample -> (number of its shard, its row), as streaming's Spanner, by bisection.
+
+    That one makes an int64 for each sample, 0.8 GiB for a moment at 100 M, and keeps an array for each 1,024 of them.
+    """
+
+    def __init__(self, shard_sizes: NDArray[np.int64]):
+        self._ends = np.cumsum(shard_sizes)
+        self._begins = self._ends - shard_sizes
+
+    def __getitem__(self, sample_id: int) -> tuple[int, int]:
+        if not 0 <= sample_id < self._ends[-1]:
+            raise IndexError(f"Invalid sample index `{sample_id}`: 0 <= {sample_id} < {self._ends[-1]}")
+        shard_id = int(self._ends.searchsorted(sample_id, "right"))
+        return shard_id, int(sample_id - self._begins[shard_id])

@@ -6,6 +6,7 @@ Problems are (key, message).
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from streaming.base.util import bytes_to_int
 
 from cli.errors import Failed
 from cli.limits import ImageSize
-from stages.dataset import Stage, holds_another_stage, is_remote
+from stages.dataset import Stage, is_remote
+from stages.fetch import HASH, INDEX
 from stages.mixture import StreamConfig, buckets_of, epoch_samples, opened, unfilled
 
 MOST_UNFILLED = 0.01  # of a run's samples may lie in buckets that fill no batch
@@ -72,10 +74,19 @@ def folder_problems(key: str, source: StreamConfig, stage: Stage) -> Problems:
             return [(key, f"{source.local} lies inside of the stage at {source.remote}. {apart}")]
         if local in remote.parents:
             return [(key, f"{source.local} has the stage at {source.remote} inside of it. {apart}")]
-    if holds_another_stage(source.local, stage):
+    if _holds_another_stage(source.local, stage):
         given = f"{source.local} holds shards of another stage than {stage.location}"
         return [(key, f"{given}. Give another folder, or remove this one.")]
     return []
+
+
+def _holds_another_stage(local: str, stage: Stage) -> bool:
+    """True where a cache folder was filled from another stage; an index that is only damaged has most shards of its own."""
+    try:
+        cached = set(re.findall(rf'"{HASH}": ?"(\w+)"', Path(local, INDEX).read_text()))
+    except (OSError, ValueError):  # none, or broken: it is fetched again
+        return False
+    return 2 * len(cached.intersection(stage.digests())) < len(cached)
 
 
 def together(

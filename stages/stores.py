@@ -68,12 +68,11 @@ class BriefS3Downloader(S3Downloader):
         from boto3.s3.transfer import TransferConfig
         from botocore.exceptions import ClientError
 
-        place = urlsplit(remote)
-        payer = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
+        where = self._place(remote)
+        bucket, key = where.pop("Bucket"), where.pop("Key")
 
         def download(client: Any) -> None:
-            key, config = place.path.lstrip("/"), TransferConfig(use_threads=False)
-            client.download_file(place.netloc, key, local, ExtraArgs=payer, Config=config)
+            client.download_file(bucket, key, local, ExtraArgs=where, Config=TransferConfig(use_threads=False))
 
         try:
             download(self._client(timeout))
@@ -88,23 +87,17 @@ class BriefS3Downloader(S3Downloader):
 
     def read(self, remote: str, most: int, timeout: float) -> bytes:
         """Return an object's first bytes, in one request: a download asks for its size first."""
-        place = urlsplit(remote)
-        payer = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
-        found = self._client(timeout).get_object(Bucket=place.netloc, Key=place.path.lstrip("/"), **payer)
-        with found["Body"] as body:
+        with self._client(timeout).get_object(**self._place(remote))["Body"] as body:
             return body.read(most)
 
     def size_of(self, remote: str, timeout: float) -> int | None:
         """Return an object's bytes; None: the store answers with an error, of which a download says more."""
         from botocore.exceptions import ClientError
 
-        place = urlsplit(remote)
-        payer = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
         try:
-            found = self._client(timeout).head_object(Bucket=place.netloc, Key=place.path.lstrip("/"), **payer)
+            return self._client(timeout).head_object(**self._place(remote))["ContentLength"]
         except ClientError:
             return None
-        return found["ContentLength"]
 
     def list_objects(self, remote: str, timeout: float) -> list[tuple[str, int, str]]:
         """Return (key, bytes, entity tag) of every object whose key begins as `remote` does, in the order of the keys."""
@@ -112,6 +105,12 @@ class BriefS3Downloader(S3Downloader):
         pages = self._client(timeout).get_paginator("list_objects_v2")
         found = pages.paginate(Bucket=place.netloc, Prefix=place.path.lstrip("/"))
         return [(one["Key"], one["Size"], one["ETag"].strip('"')) for page in found for one in page.get("Contents", [])]
+
+    def _place(self, remote: str) -> dict[str, str]:
+        """Return what an object's requests are given."""
+        place = urlsplit(remote)
+        payer = {"RequestPayer": "requester"} if place.netloc in self._requester_pays_buckets else {}
+        return {"Bucket": place.netloc, "Key": place.path.lstrip("/"), **payer}
 
     def _client(self, timeout: float, unsigned: bool = False) -> Any:
         """Return the client of this process; the first thread makes it. `unsigned`: make it anew, without credentials."""
@@ -146,7 +145,9 @@ def s3_client(timeout: float = READ_TIMEOUT_SEC, attempts: int = 1, *, unsigned:
         retries={"total_max_attempts": attempts},
         signature_version=UNSIGNED if unsigned else None,
     )
-    return Session(botocore_session=session).client("s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL"))
+    return Session(botocore_session=session).client(
+        "s3", config=config, endpoint_url=os.environ.get("S3_ENDPOINT_URL") or None
+    )
 
 
 class BriefSFTPDownloader(SFTPDownloader):

@@ -1,8 +1,10 @@
-"""One film: its file checked by decoding it whole, and the frames of a clip picked by time.
+"""One film: its file checked by decoding it whole, and the frames of a clip picked by time; clips of a stage in batches.
 
     film      MP4, MOV, WebM or MKV, any codec that FFmpeg decodes; its first video track, everything else is ignored
     frame     uint8 (3, h, w), RGB, upright: as its track says it has to be turned; 8 bits, without its alpha channel
     clip      F frames, 1 / rate apart: each is the one that is shown at its time, the last that began by then
+    shard     MDS: mp4 bytes, caption str, key str, num_frames int, fps float64
+    batch     videos uint8 (B, 3, F, H, W), text columns int64 (B, L), "bad": [...]
 
 Times are seconds from the film's first frame. A timestamp is only as exact as its file's clock: one that lies a tick of it
 later than a frame's time, and no more than a millisecond, counts as that time. Pixels are taken as square; colours are
@@ -12,8 +14,10 @@ FFmpeg's, without a tone curve for HDR.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,8 +26,11 @@ import torch
 from torch import Tensor
 
 from cli.limits import ImageSize
+from stages.batch_memory import BatchMemory
+from stages.draws import place_of
 from stages.image_files import MAX_PIXELS
-from stages.images import TRANSPOSED, SampleError, upright
+from stages.images import TRANSPOSED, SampleError, captions_of, crop_room, resize_and_crop, size_of, upright
+from stages.stream import BatchStream
 
 if TYPE_CHECKING:
     from av import VideoFrame
@@ -38,6 +45,8 @@ NOT_A_FILM = "not an MP4, MOV, WebM or MKV file"
 DAMAGED = "truncated or damaged video"
 BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide")  # of which one begins an MP4 or MOV file
 EBML = b"\x1a\x45\xdf\xa3"  # begins a WebM or MKV file
+MIDDLE = 0.5
+"""Where a clip lies in its film where nothing is drawn: films begin with titles and fade in, as pictures have margins."""
 EXACT_SEC = 1e-3
 BEFORE_SEC = 0.1  # that a WebM's frames may end before its header says
 # A track's matrix (a, b, c, d): x' = a x + c y, y' = b x + d y; ISO/IEC 14496-12, 8.3.2. -> EXIF's orientation
@@ -276,3 +285,101 @@ def _orientation_of(frame: VideoFrame) -> int:
     if turned not in ORIENTATIONS:
         raise SampleError("video turned by no right angle")
     return ORIENTATIONS[turned]
+
+
+# --- batches ---
+
+
+def read_clip(
+    sample: Mapping[str, Any],
+    size: ImageSize,
+    *,
+    rate: float | None,
+    place: float = MIDDLE,
+    at: Callable[[ImageSize], ImageSize] | None = None,
+    flip: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:  # -> uint8 (F, H, W, 3)
+    """Return a clip of a sample of the stage.
+
+    Args:
+        size: (width, height, frames).
+        rate: frames a second; None: the film's own.
+        place: of the clip in the film, from 0 to 1; see `clip_times`.
+        at: room (x, y), px -> the crop's left and top; None: its centre. All frames have one crop.
+        flip: mirrored.
+        out: memory for it; None: new one.
+
+    Raises:
+        SampleError: the film is too short or damaged.
+    """
+    width, height, num_frames = size
+    known, fps = int(sample["num_frames"]), float(sample["fps"])
+    if known < 1 or not math.isfinite(fps):
+        raise SampleError("number or rate of frames is none")
+    times = clip_times(known, fps, frames=num_frames, rate=rate, place=place)
+
+    def make(pixels: Tensor) -> Tensor:  # (3, h, w) -> (H, W, 3)
+        room = crop_room(size_of(pixels), (width, height))
+        scaled = resize_and_crop(pixels, (width, height), at=at and at(room)).permute(1, 2, 0)
+        return scaled.flip(1) if flip else scaled
+
+    clip = torch.empty(num_frames, height, width, 3, dtype=torch.uint8) if out is None else out
+    for place_of_frame, frame in zip(clip, read_frames(sample["mp4"], times, make), strict=True):
+        place_of_frame.copy_(frame)
+    return clip
+
+
+class VideosStream(BatchStream):
+    """Batches of clips: {"videos": uint8 (B, 3, F, H, W), each text column: int64 (B, L), "bad": [...]}.
+
+    Where samples are shuffled, a clip lies at another place of its film in each epoch, else in its middle.
+
+    Args:
+        sizes: (width, height, frames) of each stream's clips.
+        rate: frames a second; None: each film's own.
+        tokenize: captions -> text columns.
+        captions: of each stream, the column of its captions; None: the stage's own.
+        flip, crop: see data.DataConfig; all frames of a clip alike.
+        arguments: keyword arguments of StreamingDataset.
+    """
+
+    def __init__(
+        self,
+        *,
+        sizes: Sequence[ImageSize],
+        rate: float | None,
+        tokenize: Callable[[Sequence[str]], Mapping[str, Tensor]],
+        captions: Sequence[str | None] | None = None,
+        flip: bool = False,
+        crop: str = "center",
+        **arguments: Any,
+    ):
+        super().__init__(**arguments)
+        self.sizes, self.rate, self.tokenize, self.flip, self.crop = list(sizes), rate, tokenize, flip, crop
+        self.captions = captions or [None] * len(self.sizes)
+        self.memory = BatchMemory()
+
+    def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
+        """Decode, scale and cut the clips, and tokenise their captions in one call."""
+        ids = sample_ids.tolist()
+        width, height, num_frames = self.sizes[self.stream_of(ids[0])]
+        # A pixel's three levels lie together, as in the frames: a worker would take long to part them, a device does not.
+        memory, receipt = self.memory.take((len(ids), num_frames, height, width, 3), torch.uint8)
+        captions, bad = [], []
+        for clip, sample_id in zip(memory, ids, strict=True):
+            caption, passed_over = self.first_good(sample_id, functools.partial(self.use, clip))
+            captions.append(caption)
+            bad += passed_over
+        return {"videos": memory.permute(0, 4, 1, 2, 3), **self.tokenize(captions), "bad": bad, **receipt}
+
+    def use(self, clip: Tensor, sample_id: int) -> str:
+        """Read a sample's clip into memory, uint8 (F, H, W, 3), and return its caption. Raises SampleError."""
+        sample, draw, stream = self[sample_id], self.draw(sample_id), self.stream_of(sample_id)
+        column = self.captions[stream]
+        caption = draw.one_of(captions_of(sample if column is None else {"caption": sample[column]}))
+        place = place_of(self.shuffle_seed, self.epoch, sample_id) if self.shuffle else MIDDLE
+        at = draw.offset if self.crop == "random" else None
+        is_flipped = self.flip and draw.is_flipped
+        read_clip(sample, self.sizes[stream], rate=self.rate, place=place, at=at, flip=is_flipped, out=clip)
+        return caption

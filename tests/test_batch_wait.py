@@ -1,4 +1,4 @@
-"""stages/batch_wait.py: a wait for a batch lasts as long as data arrives, and ends when none does, or at a call."""
+"""stages/loader.py: a wait for a batch lasts as long as data arrives, and ends when none does, or at a call."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from test_cache_room import COLUMNS, write_stage
 from torch.utils.data import DataLoader, Dataset
 
-from stages import batch_wait, loader
-from stages.batch_wait import END, files_and_bytes, next_batch
+from stages import loader as of_loader
 from stages.fetch import RetryingStream, StreamFailure
+from stages.loader import END, files_and_bytes, next_batch
 from stages.moments import MomentsStream
 
 
@@ -28,9 +28,9 @@ class Slow(Dataset):
 
 @pytest.fixture
 def batches(monkeypatch):
-    monkeypatch.setattr(batch_wait, "SLICE_SEC", 0.1)
-    monkeypatch.setattr(batch_wait, "LOOK_SEC", 0.1)
-    monkeypatch.setattr(batch_wait, "SAY_SEC", 0.5)
+    monkeypatch.setattr(of_loader, "SLICE_SEC", 0.1)
+    monkeypatch.setattr(of_loader, "LOOK_SEC", 0.1)
+    monkeypatch.setattr(of_loader, "SAY_SEC", 0.5)
     loader = DataLoader(Slow(), batch_size=None, num_workers=1, timeout=60, persistent_workers=True)
     yield iter(loader)
     loader._iterator._shutdown_workers()
@@ -108,7 +108,7 @@ def test_what_a_worker_says_of_its_data_stands_without_its_trace():
 
 def test_a_signal_is_heard_without_workers_too(monkeypatch):
     """The batch is read beside the main thread, which waits in slices; the next one comes from where that one ended."""
-    monkeypatch.setattr(batch_wait, "SLICE_SEC", 0.1)
+    monkeypatch.setattr(of_loader, "SLICE_SEC", 0.1)
     batches, waited = iter(DataLoader(Slow(), batch_size=None)), []
     found = [next_batch(batches, lambda: (1, 5), 0, lambda: waited.append(1)) for _ in range(4)]
     assert found == [0, 1, 2, END] and len(waited) >= 5
@@ -132,12 +132,12 @@ def test_unfinished_files_count(tmp_path):
 def test_only_folders_that_shards_arrive_in_are_looked_at(tmp_path, monkeypatch):
     """A stage of 400,000 shards that is read in place was walked over in each wait."""
     looked = []
-    monkeypatch.setattr(batch_wait, "SLICE_SEC", 0.02)
-    monkeypatch.setattr(loader, "files_and_bytes", lambda folders: looked.append(folders) or (0, 0))
+    monkeypatch.setattr(of_loader, "SLICE_SEC", 0.02)
+    monkeypatch.setattr(of_loader, "files_and_bytes", lambda folders: looked.append(folders) or (0, 0))
     ours, in_place, cache = write_stage(tmp_path / "a", 12), write_stage(tmp_path / "b", 12), str(tmp_path / "cache")
     streams = [RetryingStream(remote=str(ours), local=cache), RetryingStream(local=str(in_place))]
     stream = MomentsStream(columns=[COLUMNS] * 2, streams=streams, batch_size=24, num_canonical_nodes=1)
     read = stream.read_batch
     monkeypatch.setattr(stream, "read_batch", lambda ids: time.sleep(0.2) or read(ids))
-    assert len(list(loader.Loader(stream, epoch_batches=1, max_bad_samples=0))) == 1 and looked == [[cache]]
+    assert len(list(of_loader.Loader(stream, epoch_batches=1, max_bad_samples=0))) == 1 and looked == [[cache]]
     stream.let_go()

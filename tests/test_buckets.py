@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import write_tar
 from PIL import Image
+from streaming.base.world import World
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import benchmark
@@ -20,7 +21,7 @@ from record.checkpoint_files import FULL, listed
 from record.files import read_lines
 from stages.buckets import SDXL, bucket_of, bucket_sizes, cropped_frac, in_buckets
 from stages.dataset import read_stage
-from stages.shuffling import part_of_worker
+from stages.order import work_in_buckets
 from zoo import load_family
 
 FAMILY = load_family("sd2", "tiny", "stock")
@@ -94,17 +95,6 @@ def test_a_set_has_every_picture_once_in_the_bucket_of_its_aspect(images, sorted
     assert {path: path.read_bytes() for path in sorted_.rglob("*") if path.is_file()} == before
 
 
-def test_each_buckets_index_is_fetched_once(sorted_, in_store, indexes_fetched, tmp_path):
-    section = DataConfig(remote=in_store(sorted_, "sorted"), local=str(tmp_path), workers=0)
-    assert section.problems(8, {"image_size": [64, 64]}) == []
-    given = dict(device_batch_size=8, device=CPU, seed=3, stages=section.read())
-    build_data(section, FAMILY, size=(64, 64), **given).dataloader.close()
-    found = indexes_fetched()
-    assert len(set(found)) == len(found) == len(list(sorted_.rglob("index.json"))) and len(found) >= 4
-    names = {path.parent.name for path in sorted_.glob("*/index.json")}
-    assert {path.parent.name for path in tmp_path.rglob("index.json")} == names
-
-
 def batches_of(stage: Path, workers: int = 0, **section):
     config = DataConfig(local=str(stage), workers=workers, **section)
     return build_data(config, FAMILY, size=(64, 64), device_batch_size=8, device=CPU, seed=3).dataloader
@@ -132,19 +122,9 @@ def test_a_batch_has_one_size_an_epoch_every_whole_batch_and_the_seed_the_order(
 
 def test_the_order_is_the_same_on_any_number_of_nodes_ranks_and_workers(sorted_):
     loader, found = batches_of(sorted_), []
-    shuffled = np.random.default_rng(0).permutation(120)
     for nodes, ranks, workers, batch in ((1, 1, 1, 8), (1, 2, 3, 4), (2, 2, 1, 2), (4, 1, 2, 2)):
-        order = loader.dataset._in_buckets(shuffled, 8).reshape(-1)
-        of = dict(ranks=ranks, workers=workers, batch_size=batch)
-        dealt = np.array(
-            [
-                [
-                    [part_of_worker(order[n::nodes], rank=r, worker=w, **of) for w in range(workers)]
-                    for r in range(ranks)
-                ]
-                for n in range(nodes)
-            ]
-        ).reshape(nodes, ranks, workers, -1, batch)
+        loader.dataset.batch_size = batch
+        dealt = work_in_buckets(loader.dataset, World(nodes, ranks, workers, 0), 0, 0)
         batches = dealt.transpose(3, 2, 0, 1, 4).reshape(-1, 8)  # as streaming's workers take turns
         found.append([sorted(ids) for ids in batches.tolist() if -1 not in ids])
     assert len(found[0]) == 12 and all(order == found[0] for order in found)

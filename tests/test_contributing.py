@@ -20,10 +20,6 @@ NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|TMPDIR")
 OF_LIBRARIES = re.compile(
     r"\b(?:AWS|HF|WANDB|COMPOSER|S3|OMP|CUDA|NCCL|GLOO|TORCH\w*|TRITON|FUZZ|SKIP|LOCAL|WORLD)_[A-Z0-9_]+\b"
 )
-NO_VARIABLES = {"CERTIFICATE_VERIFY_FAILED", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "WRONG_VERSION_NUMBER"}
-"""What errors of SSL say, beside the names of variables in stages/store_errors.py."""
-
-
 TESTS = ("test_fuzz_config.py", "test_run_folder.py", "gpu_marks.py")
 """Those that a variable tells how much they do; others read what they have set themselves."""
 
@@ -44,7 +40,7 @@ def read_in(source: str) -> set[str]:
             found.add(name.value)
         else:
             texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-            found |= {text for text in texts if NAME.fullmatch(text)} - NO_VARIABLES
+            found |= {text for text in texts if NAME.fullmatch(text)}
     return found
 
 

@@ -413,8 +413,8 @@ def test_a_pickled_column_is_not_read(tmp_path, capsys):
         [{"jpg": b"", "evil": 1}], tmp_path / "in", {"jpg": "bytes", "caption": "str", "key": "str", "evil": "pkl"}
     )
     assert latents.main([str(source), str(tmp_path / "out"), *KEYS]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"IN: {source}/shard.00000.mds has a pickled column, evil, which could run code. Make that stage again without it."
+    assert (
+        'is ["str", "pkl", "bytes", "str"]. Possible: encodings of MDS, but none that could' in capsys.readouterr().err
     )
 
 
@@ -432,7 +432,7 @@ def test_a_pickled_column_is_not_read(tmp_path, capsys):
         ),
         (
             ["{empty}", "{tmp}/out"],
-            ["IN: {empty}/index.json lists no shard. Make the stage again: python -m prepare.shards --help"],
+            ["IN: {empty}/index.json lists no sample. Make the stage again: python -m prepare.shards --help"],
         ),
         (
             ["{wordless}", "{tmp}/out"],

@@ -97,7 +97,7 @@ def test_every_private_name_of_a_library_is_declared(trees):
     assert [text for name, text in used if name not in known] == []
     assert [text for text in overridden() if text[1] not in known] == []
     assert {"_found_inf_per_device", "_device", "_dynamo"} <= {name for name, _ in used}
-    assert ("stages.order.OrderedStages", "_get_work") in overridden()
+    assert ("stages.order.OrderedStages", "_share_work") in overridden()
 
 
 def test_what_is_declared_is_used(trees):

@@ -21,12 +21,10 @@ import benchmark
 from cli.command_line import parse_command_line
 from config import load
 from data import open_stages
-from preflight.run import wanted_of_stage
 from prepare import latents, shards
 from prepare.shapes import command
 from stages.dataset import read_stage, write_facts
 from stages.mixture import opened
-from training.between import open_held_out
 from training.run_config import RunConfig, build, resolve
 from training.validation import Validator, thousandths_of
 from zoo.sampling import prompt_generator
@@ -278,17 +276,6 @@ def test_two_ranks_measure_the_same_loss_of_the_same_weights_and_draw_each_promp
     )
     assert one.shape == two.shape and abs(one - two).max() <= 1  # a grey level
     assert len((tmp_path / "two/samples/captions.txt").read_text().splitlines()) == 3
-
-
-def test_its_index_in_a_store_is_fetched_once(miniature, held_out, in_store, indexes_fetched, tmp_path):
-    words = [f"validation.remote={in_store(held_out / 'moments', 'held')}", f"validation.local={tmp_path}/cache"]
-    given = parse_command_line(miniature.small(tmp_path, "x", *words), {})
-    config = resolve(load(RunConfig, given, check=lambda c: []))
-    made_for, encodings = wanted_of_stage(config)
-    assert config.validation.problems(config.data, made_for, encodings) == []
-    dataset = open_held_out(config, build(config).family, config.validation.held_out.contents, config.data.read())
-    dataset.let_go()
-    assert indexes_fetched() == ["/easel/held/index.json"]
 
 
 # --- what is refused ---

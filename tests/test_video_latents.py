@@ -16,7 +16,7 @@ from test_prepare import skipped
 from data import DataConfig, build_data
 from model import build_model
 from prepare import latents, places, shards
-from stages.video_stream import read_clip
+from stages.videos import read_clip
 from zoo import load_family
 from zoo.model_config import ModelConfig
 from zoo.objectives import ObjectiveConfig
