@@ -180,7 +180,7 @@ class OrderNeed:
     shared_gib: float
     """Of /dev/shm, while an epoch begins."""
     gib: float
-    """Of its memory, at most: the next epoch's, made ahead, included."""
+    """Of its memory, at most."""
 
 
 def order_need(config: DataConfig) -> OrderNeed | None:
