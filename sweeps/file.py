@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -63,10 +63,6 @@ class SweepCommand(SweepKeys):
     """status:STATUS: run those rows again, and no others. status:error: all that ran and are not ok."""
     runs: str = "runs"
     """Folder of all runs: the sweep is in sweeps/NAME there."""
-    launch: Literal["local", "slurm"] = "local"
-    """Where the runs go: local, this machine; slurm, an array job, and a later call reads what became of it."""
-    sbatch: list[str] | None = None
-    """With launch=slurm: options of sbatch, as [--partition=gpu,--gpus-per-node=8]."""
 
 
 @dataclass(frozen=True)

@@ -82,10 +82,10 @@ def _of_points(text: str, names: Sequence[str], num: int) -> str:
 def _gpus_problem(sweep: Sweep) -> str | None:
     """Say that this machine has not the GPUs for one run, or for so many side by side.
 
-    None: it has, or has no GPU at all, or they run elsewhere.
+    None: it has, or has no GPU at all.
     """
     gpus, ranks, jobs = torch.cuda.device_count(), sweep.own.ranks, sweep.own.jobs
-    if not torch.cuda.is_available() or sweep.own.launch == "slurm":
+    if not torch.cuda.is_available():
         return None
     if ranks > gpus:
         possible = "ranks=1" if gpus == 1 else f"ranks=1 to {gpus}"

@@ -66,11 +66,6 @@ class State:
         """Of all runs that were ever started, those of points that the file has no more among them."""
         return list(self._last)
 
-    @property
-    def submitted(self) -> dict[str, Mapping[str, Any]]:
-        """Run -> its last line, where that says that it was handed to Slurm: of no run that was seen to have ended."""
-        return {name: line for name, line in self._last.items() if line["status"] == STARTED and "job" in line}
-
     def line_of(self, point: Point) -> Mapping[str, Any]:
         """Return the last line of a point's run, or nothing where that is of another identity."""
         line = self._last.get(point.name, {})

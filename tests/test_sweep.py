@@ -20,7 +20,6 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT, TINY_RUN, run, started
-from matplotlib import pyplot
 
 import sweep as command
 from cli.command_line import parse_command_line
@@ -28,7 +27,7 @@ from cli.errors import ConfigError, Refused
 from data import DataConfig
 from record import processes
 from stages.mixture import StreamConfig
-from sweeps import file, pictures, points, running, table
+from sweeps import file, points, running, table
 from sweeps.state import OK, STALE, State
 from training.run_config import RunConfig
 from training.validation import ValidationConfig
@@ -487,7 +486,7 @@ def test_where_the_page_cannot_be_written_the_table_is_there_and_that_is_said(tm
     path = written(tmp_path, "matrix: {seed: [1, 2]}\n")
     (tmp_path / "runs/sweeps/small/page.html/held").mkdir(parents=True)
     assert stand_in(path, {}) == 0
-    assert "not all pictures and pages could be written: out: " in capsys.readouterr().err
+    assert "not all of record, picture and page could be written: out: " in capsys.readouterr().err
     assert [row["status"] for row in rows(tmp_path).values()] == ["ok", "ok"]
 
 
@@ -584,7 +583,7 @@ def test_what_goes_on_of_a_killed_sweep_is_ended_whatever_it_does(tmp_path, word
         left.kill()
 
 
-# --- the table and the pictures ---
+# --- the table ---
 
 
 @pytest.mark.parametrize("text", ["=1", "+1", "-x", "@a", "\t=1"])
@@ -599,36 +598,6 @@ def test_the_time_left_is_that_of_the_median(tmp_path):
     point = points.Point("a", {}, (), None, "1", None)
     line = table.progress(point, OK, 10.0, done=3, of=8, took=[10.0, 12.0, 900.0], jobs=2)
     assert line == "3 of 8 done; a: ok after 10 seconds; about 36 seconds left"  # three turns of two
-
-
-def test_a_line_of_speed_is_what_the_other_keys_are_and_seeds_are_its_spread():
-    made = [
-        {"lr": lr, "seed": seed, "mb": mb, table.SPEED: 10 * mb + seed, f"{table.SPEED}_min": 10 * mb - seed}
-        for lr in (1, 2)
-        for seed in (1, 2, 3)
-        for mb in (4, 2)
-    ]
-    assert pictures.speed_lines(made, "mb", ["lr", "seed", "mb"]) == {
-        f"lr={lr}": [(2.0, 22.0, 17, 23), (4.0, 42.0, 37, 43)] for lr in (1, 2)
-    }
-
-
-def test_an_axis_of_words_has_a_picture_with_their_places(tmp_path):
-    values = {"compile": ["off", "whole", None], "channels_last": [True, False]}
-    made = [
-        {"status": OK, "compile": compile, "channels_last": last, table.SPEED: 10.0 * at + last}
-        for at, compile in enumerate(values["compile"], 1)
-        for last in values["channels_last"]
-    ]
-    lines = pictures.speed_lines(made, "compile", [*values], ["off", "whole", "null"])
-    assert lines["channels_last=true"] == [(0.0, 11.0, 11.0, 11.0), (1.0, 21.0, 21.0, 21.0), (2.0, 31.0, 31.0, 31.0)]
-    paths = pictures.draw(made, values, tmp_path)
-    assert [path.name for path in paths] == ["throughput_compile.png", "throughput_channels_last.png"]
-    figure, axes = pyplot.subplots()
-    pictures._draw_speed(axes, lines, "compile", ["off", "whole", "null"])
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["off", "whole", "null"]
-    assert {line.get_linestyle() for line in axes.get_lines()} == {"None"}
-    pyplot.close(figure)
 
 
 @pytest.mark.parametrize(
