@@ -20,14 +20,18 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
 from cli.command import command
 from cli.errors import Refused
 from cli.files import open_regular, read_regular
+from cli.masking import printable
 
 MARGIN_PX, FONT_PX, LINE_PX, MAX_LINES = 10, 16, 18, 6
+BOX_PX, STRIP_PX = 208, 416  # of a contact sheet: the longest side of an image, and of a video's strip of frames
+MAX_COLUMNS = 8
 
 
 def tiles_of(grid: Image.Image, num_images: int, gap_px: int) -> list[Image.Image]:
@@ -60,27 +64,99 @@ def wrapped(text: str, font: ImageFont.FreeTypeFont, wide_px: int) -> list[str]:
     return lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "..."]
 
 
-def captioned(tiles: Sequence[Image.Image], captions: Sequence[str], tile_px: int, columns: int) -> Image.Image:
-    """Return one picture of all images, enlarged without smoothing, each with its number and caption under it.
+def captioned(
+    tiles: Sequence[Image.Image],
+    texts: Sequence[str],
+    tile_px: int,
+    columns: int,
+    heading: str = "",
+    font: ImageFont.FreeTypeFont | None = None,
+) -> Image.Image:
+    """Return one picture of all images, enlarged without smoothing, each with its text under it.
 
     Args:
         tile_px: width of an image in it.
+        heading: over all of them.
     """
     tall_px = round(tile_px * tiles[0].height / tiles[0].width)
-    font = ImageFont.load_default(size=FONT_PX)
-    texts = [wrapped(f"{number}. {caption}", font, tile_px) for number, caption in enumerate(captions, 1)]
-    across_px, down_px = tile_px + MARGIN_PX, tall_px + LINE_PX * max(map(len, texts)) + 2 * MARGIN_PX
+    font = font or ImageFont.load_default(size=FONT_PX)
     columns = min(columns, len(tiles))
-    size = (columns * across_px + MARGIN_PX, math.ceil(len(tiles) / columns) * down_px + MARGIN_PX)
+    lines_under = [wrapped(text, font, tile_px) for text in texts]
+    across_px, down_px = tile_px + MARGIN_PX, tall_px + LINE_PX * max(map(len, lines_under)) + 2 * MARGIN_PX
+    lines_over = wrapped(heading, font, columns * across_px - MARGIN_PX) if heading else []
+    begin_px = MARGIN_PX + LINE_PX * len(lines_over)
+    size = (columns * across_px + MARGIN_PX, begin_px + math.ceil(len(tiles) / columns) * down_px)
     picture = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(picture)
-    for place, (tile, lines) in enumerate(zip(tiles, texts, strict=True)):
-        left, top = MARGIN_PX + place % columns * across_px, MARGIN_PX + place // columns * down_px
+
+    def write(lines: Sequence[str], left: int, top: int) -> None:
+        for number, line in enumerate(lines):
+            draw.text((left, top + number * LINE_PX), line, fill="#202020", font=font)
+
+    write(lines_over, MARGIN_PX, MARGIN_PX // 2)
+    for place, (tile, lines) in enumerate(zip(tiles, lines_under, strict=True)):
+        left, top = MARGIN_PX + place % columns * across_px, begin_px + place // columns * down_px
         picture.paste(tile.resize((tile_px, tall_px), Image.Resampling.NEAREST), (left, top))
         draw.rectangle((left - 1, top - 1, left + tile_px, top + tall_px), outline="#c8c8c8")
-        for number, line in enumerate(lines):
-            draw.text((left, top + tall_px + 4 + number * LINE_PX), line, fill="#202020", font=font)
+        write(lines, left, top + tall_px + 4)
     return picture
+
+
+def numbered(captions: Sequence[str]) -> list[str]:
+    """Return captions with their numbers."""
+    return [f"{number}. {caption}" for number, caption in enumerate(captions, 1)]
+
+
+# --- a contact sheet: images of several sizes, and videos ---
+
+
+class Picture(NamedTuple):
+    """One of a sheet: its file, its caption, and what tells it from others with that caption."""
+
+    path: Path
+    caption: str
+    note: str = ""
+
+
+def contact_sheet(pictures: Sequence[Picture], heading: str, about: str, alike: int = 1) -> Image.Image:
+    """Return the sheet. A video is a strip of its frames.
+
+    Args:
+        heading, about: over all pictures, and what is the same for all of them.
+        alike: so many neighbors have one caption: a row holds whole groups of them, where they fit.
+    """
+    import matplotlib
+
+    font_path = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")  # Latin, Greek, Cyrillic
+    font = ImageFont.truetype(str(font_path), FONT_PX - 3)
+    tiles = [_tile(picture.path) for picture in pictures]
+    wide, tall = (max(sizes) for sizes in zip(*[tile.size for tile in tiles], strict=True))
+    boxes = [Image.new("RGB", (max(wide, BOX_PX * 3 // 4), tall), "white") for _ in tiles]
+    for box, tile in zip(boxes, tiles, strict=True):
+        box.paste(tile)
+    most = MAX_COLUMNS if wide <= BOX_PX else MAX_COLUMNS // 2
+    group = alike if alike <= most else 1
+    columns = group * max(1, min(max(math.ceil(math.sqrt(len(tiles) * 1.5)), group), most) // group)
+    texts = [f"{picture.caption} ({picture.note})" if picture.note else picture.caption for picture in pictures]
+    over = printable(": ".join(filter(None, (heading, about))))
+    return captioned(boxes, list(map(printable, texts)), boxes[0].width, columns, over, font)
+
+
+def _tile(path: Path) -> Image.Image:
+    """Return a picture, small ones enlarged by a whole factor, so that each of their pixels is seen, large ones reduced."""
+    if path.suffix == ".mp4":
+        from record import films  # it imports torch
+
+        picture, box_px = Image.fromarray(films.strip_of(films.read_mp4(path)).permute(1, 2, 0).numpy()), STRIP_PX
+    else:
+        with open_regular(path) as file, Image.open(file) as image:
+            picture, box_px = image.convert("RGB"), BOX_PX
+    longest = max(picture.size)
+    if longest > box_px:
+        picture.thumbnail((box_px, box_px), Image.Resampling.LANCZOS)
+        return picture
+    factor = box_px // longest
+    return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
 
 
 @command(__doc__)
@@ -102,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
         with open_regular(Path(places[0])) as file, Image.open(file) as grid:
             tiles = tiles_of(grid.convert("RGB"), len(captions), sizes["gap_px"])
         most = sizes["most"]
-        picture = captioned(tiles[:most], captions[:most], sizes["tile_px"], sizes["columns"])
+        picture = captioned(tiles[:most], numbered(captions[:most]), sizes["tile_px"], sizes["columns"])
         Path(places[2]).parent.mkdir(parents=True, exist_ok=True)
         picture.save(places[2], optimize=True)
     except (OSError, ValueError) as error:

@@ -18,8 +18,7 @@ from PIL import Image
 import benchmark
 import eval as eval_command
 from evaluation.prompts import Prompt
-from reports.contact_sheet import Picture, columns_of, contact_sheet
-from reports.samples import tiles_of
+from reports.samples import Picture, contact_sheet, tiles_of
 from training.pictures import NAME, Wanted, captions_of, cut_off, folder_problem, parameters, save, told_by, write_sheet
 from zoo import load_family
 
@@ -154,14 +153,19 @@ def test_a_sheet_keeps_pixels_of_small_pictures_and_shapes_of_large_ones(tmp_pat
     pictures = [Picture(tmp_path / "small.png", "a"), Picture(tmp_path / "large.png", "b", "seed 3")]
     sheet = np.asarray(contact_sheet(pictures, "runs", "all alike"))
     whole = np.repeat(np.repeat(noise, 6, 0), 6, 1)
-    [top] = [y for y in range(len(sheet) - 192) if np.array_equal(sheet[y : y + 192, 24:120], whole)]
+    [top] = [y for y in range(len(sheet) - 192) if np.array_equal(sheet[y : y + 192, 10:106], whole)]
     red = (sheet == [254, 0, 0]).all(-1) | (sheet == [255, 0, 0]).all(-1)
     assert red.sum() == pytest.approx(208 * 104, rel=0.03) and top > 24
 
 
-def test_a_row_has_whole_groups_of_one_caption():
-    assert [columns_of(num, 1) for num in (1, 2, 4, 12, 100)] == [1, 2, 3, 5, 8]
-    assert [columns_of(12, alike) for alike in (2, 3, 4, 6, 9)] == [4, 3, 4, 6, 5]
+def test_a_row_has_whole_groups_of_one_caption(tmp_path):
+    Image.new("RGB", (208, 208)).save(tmp_path / "a.png")
+
+    def columns(num: int, alike: int) -> int:
+        return contact_sheet([Picture(tmp_path / "a.png", "a")] * num, "", "", alike).width // 218
+
+    assert [columns(num, 1) for num in (1, 2, 4, 12, 100)] == [1, 2, 3, 5, 8]
+    assert [columns(12, alike) for alike in (2, 3, 4, 6, 9)] == [4, 3, 4, 6, 5]
 
 
 def test_letters_that_the_font_lacks_are_drawn_as_something(tmp_path):

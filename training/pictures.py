@@ -46,7 +46,7 @@ from model import LatentDiffusion
 from record import films
 from record.environment import commit
 from record.summary import result_line
-from reports.contact_sheet import Picture, contact_sheet
+from reports.samples import Picture, contact_sheet
 from training.eval_keys import EvalCommand, which
 from training.places import Place
 from training.samples import read_captions

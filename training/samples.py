@@ -25,7 +25,7 @@ from cli.ranks import Hearing, Signalled
 from evaluation.drawing import Generator, Heard, as_bytes, chunks_of, gathered, generate
 from evaluation.prompts import Prompt, read_prompts
 from evaluation.scoring import EvalConfig, rounded_up
-from reports.samples import captioned
+from reports.samples import captioned, numbered
 from zoo.sampling import shard
 
 LEAST_TILE_PX = 128  # a caption is written under each image
@@ -104,7 +104,7 @@ def shown(samples: Sequence[tuple[str, Tensor]]) -> np.ndarray:
     tiles = [Image.fromarray(image.permute(1, 2, 0).numpy()) for _, image in samples]
     columns = math.ceil(math.sqrt(len(tiles)))
     return np.asarray(
-        captioned(tiles, [caption for caption, _ in samples], max(LEAST_TILE_PX, tiles[0].width), columns)
+        captioned(tiles, numbered([caption for caption, _ in samples]), max(LEAST_TILE_PX, tiles[0].width), columns)
     )
 
 
