@@ -35,7 +35,7 @@ from record.environment import commit
 from reports import mlperf, page, study
 from sweeps import table
 from sweeps.file import Sweep, read_sweep
-from sweeps.points import Point, by_size, is_commit, resolve_all
+from sweeps.points import Point, is_commit, resolve_all
 from sweeps.record import record_of, write_record
 from sweeps.running import Runner, alone, end_left_overs, slots_of
 from sweeps.state import ERRORS, GOES_ON, OK, STATUSES, State
@@ -52,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
 
     # Points: all that is wrong with any of them, before anything runs.
     points = resolve_all(sweep)
-    say(sweep, points)
+    if not is_commit(code):
+        given = "no commit is known (set EASEL_COMMIT where there is no git)" if code is None else f"the tree is {code}"
+        log.info(f"{sweep.name}: {given}, so nothing says that earlier runs are of this code: all run again")
     if sweep.own.dry_run:
         return show(sweep, points, State(sweep.folder, code), only)
 
@@ -60,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     with alone(sweep.folder):
         state, took = State(sweep.folder, code), []
         end_left_overs(sweep.folder, {*state.names, *(point.name for point in points)})
-        wanted = wanted_of(sweep, points, state, only)
+        wanted = wanted_of(points, state, only)
         log.info(f"{sweep.folder}: {count(len(wanted), 'run')} to run, of {len(points)}")
 
         def on_end(point: Point, status: str, seconds: float, left: int) -> None:
@@ -71,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
             print(line, flush=True)
 
         keep(sweep, points, state)
-        runner = Runner(sweep, points, state, on_end)
+        runner = Runner(sweep, state, on_end)
         try:
-            runner.run(wanted, only_these=only is not None)
+            runner.run(wanted)
         except OSError as error:
             given = f"{sweep.folder}: the sweep cannot go on: {error}"
             raise Failed(f"{given} Its runs are ended; the same command resumes them.") from error
@@ -84,10 +86,6 @@ def main(argv: Sequence[str]) -> int:
             log.info(f"{table.in_words(rows)}. The same command resumes the sweep.")
             return 128 + runner.stopped
         finish(sweep, points, rows)
-    if sweep.is_changed():
-        log.info(f"{sweep.path}: it was changed since this call began. The table is of the file as it was; call again.")
-    if (now := commit()) != code:
-        log.info(f"{sweep.name}: the code was {code} and is {now}. The next call runs again what ran meanwhile.")
     return 1 if any(row["status"] in WRONG for row in rows) else 0
 
 
@@ -102,47 +100,32 @@ def statuses_of(only: str | None) -> tuple[str, ...] | None:
     return ERRORS if status == "error" else (status,)
 
 
-def say(sweep: Sweep, points: Sequence[Point]) -> None:
-    """Say what is allowed and may not be meant: an axis of one value, code that is no commit."""
-    for key, values in sweep.axes.items():
-        if len(values) == 1 and all(key in point.values for point in points):
-            log.info(f"{sweep.path}: {key} has one value, so that nothing is compared along it")
-    if not is_commit(here := commit()):
-        given = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
-        log.info(f"{sweep.name}: {given}, so nothing says that earlier runs are of this code: all run again")
-
-
-def wanted_of(sweep: Sweep, points: Sequence[Point], state: State, only: Sequence[str] | None) -> list[Point]:
-    """Return the points to run, the smaller ones first."""
-    statuses = {point.name: state.status_of(point, points, sweep.grows)[0] for point in points}
-    return by_size([point for point in points if statuses[point.name] in (only or GOES_ON)], sweep.grows)
+def wanted_of(points: Sequence[Point], state: State, only: Sequence[str] | None) -> list[Point]:
+    """Return the points to run."""
+    return [point for point in points if state.status_of(point)[0] in (only or GOES_ON)]
 
 
 def show(sweep: Sweep, points: Sequence[Point], state: State, only: Sequence[str] | None) -> int:
     """Print what would run, and the command of each."""
-    rows = table.rows_of(points, state, sweep.grows)
+    rows = table.rows_of(points, state)
     print(table.shown(rows), end="\n\n")
-    for point in wanted_of(sweep, points, state, only):
+    for point in wanted_of(points, state, only):
         print(f"composer -n {sweep.own.ranks} benchmark.py {shlex.join(point.words)}")
-    for row in rows:
-        if row["message"]:
-            print(f"{row['run']}: {row['status']}: {row['message']}")
+    for line in table.messages(rows):
+        print(line)
     return 0
 
 
 def keep(sweep: Sweep, points: Sequence[Point], state: State) -> list[table.Row]:
     """Write summary.csv; return its rows."""
-    rows = table.rows_of(points, state, sweep.grows)
+    rows = table.rows_of(points, state)
     table.write_csv(sweep.folder, rows, [*sweep.axes])
     return rows
 
 
 def finish(sweep: Sweep, points: Sequence[Point], rows: Sequence[table.Row]) -> None:
     """Print the table, and write record, picture and page of what is ok, and MLPerf's report of its seeds."""
-    print(table.shown(rows))
-    for row in rows:
-        if row["message"]:
-            print(f"{row['run']}: {row['status']}: {row['message']}")
+    print("\n".join([table.shown(rows), *table.messages(rows)]))
     folders = [sweep.folder / row["run"] for row in rows if row["status"] == OK]
     written: list[Path] = [sweep.folder / table.CSV]
     try:

@@ -85,8 +85,8 @@ def html_of(runs: Sequence[History], *, now: float | None = None) -> str:
         results=page_compare.results(runs) if several else [],
         not_comparable=page_compare.not_comparable(runs) if several else [],
         differences=[
-            ("Configuration", page_compare.differing_config(runs)),
-            ("Environment", page_compare.differing_environment(runs)),
+            ("Configuration", page_compare.differing([run.config for run in runs], page_compare.OWN_KEYS)),
+            ("Environment", page_compare.differing([run.environment for run in runs], ("schema",))),
         ]
         if several
         else [],
@@ -106,9 +106,7 @@ def _told_apart(runs: Sequence[History]) -> list[History]:
 
 
 def _title(names: Sequence[str]) -> str:
-    if len(names) > 4:
-        return f"{len(names)} runs"
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return f"{len(names)} runs" if len(names) > 4 else " and ".join(names)
 
 
 def _told(run: History, place: int, num: int) -> dict[str, Any]:

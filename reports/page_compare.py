@@ -31,20 +31,16 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cost": ("cost", figure),
 }
 """Figure -> its name, and how it is written."""
-SIZES = {"image_size": "images of another size", "eval_image_size": "images of another size"}
-OF_FID = {"statistics_sha256": "other reference statistics", "inception_fingerprint": "other Inception weights"}
-OF_FID |= {"resize": "another way of resizing"}
-OF_CLIP = {"clip_fingerprint": "other CLIP weights"}
-OF_BOTH = {"prompts_sha256": "other prompts", "num_prompts": "another number of prompts", **SIZES}
-OF_BOTH |= {"partial": "some of the prompts only in one of them"}
-OF_LOSS = {"model.family": "other families", "objective.prediction": "another prediction"}
-OF_LOSS |= {"objective.weighting": "another weighting", "objective.timesteps": "other timesteps", **SIZES}
-OF_VALIDATION = {
-    "stage_sha256": "other held-out stages",
-    "num_samples": "another number of samples",
-    "times": "other times",
+OF_SCORES = ("prompts_sha256", "num_prompts", "image_size", "eval_image_size", "partial")
+DECIDE = {
+    "FIDs": ("statistics_sha256", "inception_fingerprint", "resize", *OF_SCORES),
+    "CLIP scores": ("clip_fingerprint", *OF_SCORES),
+    "Losses": ("model.family", "objective.prediction", "objective.weighting", "objective.timesteps", "image_size"),
+    "Validation losses": ("stage_sha256", "num_samples", "times"),
+    "Images/s": ("model.family", "model.preset", "image_size", "device"),
+    "Scores": ("guidance", "steps", "sampler", "weights"),
 }
-OF_SPEED = {"model.family": "other families", "model.preset": "other presets", **SIZES, "device": "other devices"}
+"""Figures -> the keys in which runs have to agree, so that these figures compare."""
 
 
 class Row(NamedTuple):
@@ -89,32 +85,16 @@ def differing(all_of: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) 
 _ABSENT = object()
 
 
-def differing_config(runs: Sequence[History]) -> list[Row]:
-    """Return the keys of the configuration that differ, but for those that every run has for itself."""
-    return differing([run.config for run in runs], OWN_KEYS)
-
-
-def differing_environment(runs: Sequence[History]) -> list[Row]:
-    """Return what differs of machine, versions and commit."""
-    return differing([run.environment for run in runs], ("schema",))
-
-
 def not_comparable(runs: Sequence[History]) -> list[str]:
     """Say which figures do not compare between these runs, and why."""
     scored = [run.evaluations[-1] for run in runs if run.evaluations]
     validated = [{"times": "thousandths", **run.validations[-1]} for run in runs if run.validations]
-    configs, found = [run.config for run in runs], []
-    for what, lines, keys in (
-        ("FID does", scored, OF_FID | OF_BOTH),
-        ("CLIP scores do", scored, OF_CLIP | OF_BOTH),
-        ("Losses do", configs, OF_LOSS),
-        ("Validation losses do", validated, OF_VALIDATION),
-        ("Images/s do", [{**run.config, **run.environment} for run in runs], OF_SPEED),
-    ):
-        if why := [words for key, words in keys.items() if _differs(lines, key)]:
-            found.append(f"{what} not compare: {', '.join(why)}.")
-    if ways := [key for key in ("guidance", "steps", "sampler", "weights") if _differs(scored, key)]:
-        found.append(f"Scores were taken in other ways: {', '.join(ways)} differ.")
+    settings = [{**run.config, **run.environment} for run in runs]
+    found = []
+    for what, keys in DECIDE.items():
+        lines = {"Losses": settings, "Images/s": settings, "Validation losses": validated}.get(what, scored)
+        if why := [key for key in keys if _differs(lines, key)]:
+            found.append(f"{what} do not compare: {', '.join(why)} differ.")
     return found
 
 

@@ -20,18 +20,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cli.command import command
-from cli.table import as_table
-from reports.marks import show_record
+from reports.marks import Record, Row, Table, in_markdown, in_text, show_record
 from reports.page_plots import smoothed
-from reports.record_table import Row, Table
-from reports.tables import about, in_markdown
+from reports.tables import about
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     Lines = Mapping[str, "np.ndarray"]
 
-Record = Mapping[str, Any]
 Run = Mapping[str, Any]
 
 SCHEMA = 1
@@ -130,8 +127,7 @@ def text_of(record: Record) -> str:
     """Format a record for the terminal. Raises ValueError: it is of another schema."""
     if record["schema"] != SCHEMA:
         raise ValueError(f"its schema is {record['schema']}; possible: {SCHEMA}, else the code of its commit")
-    table = table_of(record)
-    return "\n".join([about(record), table.title, as_table(table.head, table.rows, table.align)])
+    return f"{about(record)}\n{in_text(table_of(record))}"
 
 
 def markdown_of(record: Record) -> str:
@@ -244,7 +240,7 @@ def _draw(axes: Axes, bands: Lines, looks: Mapping[str, tuple[str, str]], what: 
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    return show_record(argv, "sweep.py", text_of, markdown_of, draw)
+    return show_record(argv, "sweep.py", text_of, markdown_of, draw, "RECORD.json, OUT.png, PAGE.md")
 
 
 if __name__ == "__main__":

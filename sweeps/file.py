@@ -41,8 +41,6 @@ class SweepKeys:
     """Key -> list of its values, an axis. The runs are all combinations. The first axis changes slowest."""
     points: Any = None
     """A list of key -> value, in place of a product. With a matrix: each of them with each of its combinations."""
-    grows: list[str] | None = None
-    """Axes of numbers along which a run takes only more memory. Larger runs than one that ran out of memory are left out."""
     limit_sec: int = limited(3600, 1)
     """Seconds of a run; then it is ended."""
     max_runs: int = limited(64, 1, 10_000)
@@ -70,8 +68,6 @@ class Sweep:
     """What a file and a command line ask for."""
 
     path: Path
-    digest: str
-    """Of the file's bytes, as they were read."""
     own: SweepCommand
     typed: tuple[str, ...]
     """Words of the command line that each run has."""
@@ -92,20 +88,8 @@ class Sweep:
         return tuple(self.own.keys or ())
 
     @property
-    def grows(self) -> tuple[str, ...]:
-        """Axes along which a run takes only more memory."""
-        return tuple(self.own.grows or ())
-
-    @property
     def folder(self) -> Path:
         return Path(self.own.runs).resolve() / "sweeps" / self.name
-
-    def is_changed(self) -> bool:
-        """True where the file is another one by now."""
-        try:
-            return _digest(read_regular(self.path)) != self.digest
-        except OSError:
-            return True
 
 
 def read_sweep(argv: Sequence[str]) -> Sweep:
@@ -141,7 +125,6 @@ def read_sweep(argv: Sequence[str]) -> Sweep:
     of_points = {key: _once([point[key] for point in points if key in point]) for key in varying if key not in axes}
     return Sweep(
         path=Path(path),
-        digest=_digest(content),
         own=own,
         typed=tuple(f"{at.key}={at.raw if at.raw is not None else as_word(at.value)}" for at in others),
         axes={**axes, **of_points},
@@ -160,7 +143,7 @@ def _once(values: Sequence[Any]) -> list[Any]:
 
 def _parts(path: str, content: bytes) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """Return a file's keys of one value, its matrix and its points. Raises ConfigError: it is none of this form."""
-    wanted = "Wanted: yaml, keys, matrix or points, and limit_sec, max_runs, ranks, jobs, grows"
+    wanted = "Wanted: yaml, keys, matrix or points, and limit_sec, max_runs, ranks, jobs"
     if problems := read_yaml(path)[1]:
         raise ConfigError([f"{problem.text} {wanted}." for problem in problems])
     tree: Any = OmegaConf.to_container(OmegaConf.create(content.decode()))
@@ -198,25 +181,12 @@ def _problems(
     named |= {at.key: "command line" for at in others}
     fixed = [(where, key) for key, where in named.items() if key in OWN_OF_EACH]
     found += [f"{where}: {key} is given, but each run of a sweep has its own. Leave it out." for where, key in fixed]
-    for key in own.grows or ():
-        values = [*axes.get(key, []), *(point[key] for point in points if key in point)]
-        if not values:
-            known = ", ".join([*axes, *sorted(of_points)])
-            found.append(f"{path}: grows: {shown(key)} is no axis of the sweep. Possible: {known}.")
-        elif bad := [value for value in values if not _is_size(value)]:
-            found.append(f"{path}: grows: {key} has the value {given_as(bad[0])}. Possible: numbers alone.")
     num = math.prod(map(len, axes.values())) * max(1, len(points))
     if num > own.max_runs:
         sizes = " x ".join(f"{len(values):,}" for values in [*axes.values(), *([points] if points else [])])
-        given = f"{path}: {sizes} are {count(num, 'run')}" if " x " in sizes else f"{path}: {count(num, 'run')}"
+        given = f"{path}: {sizes}: {count(num, 'run')}"
         found.append(f"{given}. Possible: max_runs={own.max_runs} at most. Shorten an axis, or raise max_runs.")
     return found
-
-
-def _is_size(value: Any) -> bool:
-    """True for a number, and for a list of them, as image_size takes it."""
-    parts = value if isinstance(value, list) and value else [value]
-    return all(isinstance(part, int | float) and not isinstance(part, bool) for part in parts)
 
 
 def as_word(value: Any) -> str:

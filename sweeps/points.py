@@ -28,8 +28,6 @@ from training.run_config import ALIASES, RunConfig, as_tried, resolve
 PLAN = "memory: "
 """How the problem begins that a run needs more than there is."""
 NOT_OF_IDENTITY = ("run_name", "run_folder", "loggers.")
-SAME_MEMORY = ("seed",)
-"""Keys that change nothing of a run's memory."""
 
 
 @dataclass(frozen=True)
@@ -183,28 +181,3 @@ def _identity(config: RunConfig, ranks: int, code: str) -> str:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-
-
-# --- memory ---
-
-
-def is_larger(point: Point, other: Point, grows: Sequence[str]) -> bool:
-    """True where a point can only take more memory than another: it is larger along some of `grows`, and else the same."""
-    keys = {*point.values, *other.values} - {*SAME_MEMORY}
-    if any(key not in point.values or key not in other.values for key in keys):
-        return False
-    pairs = [(_sizes(point.values[key]), _sizes(other.values[key])) for key in keys if key in grows]
-    is_same = all(point.values[key] == other.values[key] for key in keys if key not in grows)
-    are_of_one_form = all(len(own) == len(theirs) for own, theirs in pairs)
-    sides = [side for own, theirs in pairs for side in zip(own, theirs, strict=False)]
-    is_more = any(a > b for a, b in sides) and all(a >= b for a, b in sides)
-    return is_same and are_of_one_form and is_more
-
-
-def by_size(points: Sequence[Point], grows: Sequence[str]) -> list[Point]:
-    """Return the points with smaller ones first, so that one that runs out of memory spares the larger ones."""
-    return sorted(points, key=lambda point: [_sizes(point.values.get(key, 0)) for key in grows])
-
-
-def _sizes(value: Any) -> list[float]:
-    return [float(part) for part in value] if isinstance(value, list) else [float(value)]

@@ -50,11 +50,11 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 Row = dict[str, Any]
 
 
-def rows_of(points: Sequence[Point], state: State, grows: Sequence[str]) -> list[Row]:
+def rows_of(points: Sequence[Point], state: State) -> list[Row]:
     """Return the row of each point: figures of those that are ok, and why the others have none."""
     rows = []
     for point in points:
-        status, said = state.status_of(point, points, grows)
+        status, said = state.status_of(point)
         code = state.line_of(point).get("commit")
         row: Row = {"run": point.name, "status": status, "message": said, "identity": point.identity, "commit": code}
         row |= point.values
@@ -130,6 +130,11 @@ def shown(rows: Sequence[Row]) -> str:
     columns = [key for key in SHOWN if any(row.get(key) is not None for row in rows)]
     cells = [[row["run"], row["status"], *(row.get(key) for key in columns)] for row in rows]
     return as_table(("run", "status", *columns), cells, "ll" + "r" * len(columns))
+
+
+def messages(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each run that has a message."""
+    return [f"{row['run']}: {row['status']}: {row['message']}" for row in rows if row["message"]]
 
 
 def progress(point: Point, status: str, seconds: float, *, done: int, of: int, took: Sequence[float], jobs: int) -> str:

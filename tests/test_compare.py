@@ -353,7 +353,7 @@ def test_what_cannot_be_found_or_is_unfinished_is_refused_all_at_once(record, tm
     assert capsys.readouterr().err.splitlines() == [
         "none: no such file or folder. Give runs/NAME or a record.",
         "empty: is no run: it has no config.yaml. Give a run's folder: runs/NAME.",
-        "begun: is not finished: it has no summary.json. Run it to its end: its own command resumes it.",
+        "begun: is not finished: it has no summary.json. Its own command resumes it.",
         r"command line: 'a\nb' is not a path. Possible: a text without control characters and line ends.",
         "command line: no such file or folder. Give runs/NAME or a record.",
         "c.json: no such file or folder. Give runs/NAME or a record.",

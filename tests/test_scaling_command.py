@@ -121,7 +121,7 @@ def test_what_is_no_record_is_refused(tmp_path, capsys):
     (tmp_path / "a.json").write_text("{}")
     assert report.main([str(tmp_path / "a.json")]) == 2
     assert (
-        "a.json: is no record of preflight.scaling (KeyError: 'run'). Give its scaling.json." in capsys.readouterr().err
+        "a.json: is no record of preflight.scaling (KeyError: 'run')." in capsys.readouterr().err
     )
 
 
