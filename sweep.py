@@ -36,7 +36,6 @@ from reports import mlperf, page, study
 from sweeps import table
 from sweeps.file import Sweep, read_sweep
 from sweeps.points import Point, is_commit, resolve_all
-from sweeps.record import record_of, write_record
 from sweeps.running import Runner, alone, end_left_overs, slots_of
 from sweeps.state import ERRORS, GOES_ON, OK, STATUSES, State
 
@@ -129,8 +128,8 @@ def finish(sweep: Sweep, points: Sequence[Point], rows: Sequence[table.Row]) -> 
     folders = [sweep.folder / row["run"] for row in rows if row["status"] == OK]
     written: list[Path] = [sweep.folder / table.CSV]
     try:
-        record = record_of(sweep, rows)
-        written.append(write_record(sweep, record))
+        record = table.record_of(sweep, rows)
+        written.append(table.write_record(sweep, record))
         if study.has_curves(record):
             study.draw(record, sweep.folder / LOSS)
             written.append(sweep.folder / LOSS)

@@ -17,16 +17,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cli.command import command
 from cli.errors import ConfigError
-from cli.limits import kind_of_path, shown
+from cli.limits import shown
 from record.files import SUMMARY
 from reports.compare_records import ALIKE_FRAC, NOT_RECORDED, RUN, WORK, Record, read
-from reports.marks import Row, Table, in_markdown, in_text, rewrite
-from reports.page_compare import differing
+from reports.marks import Row, Table, in_markdown, in_text, read_words, rewrite
+from reports.page_facts import differing
 from reports.page_text import figure, plain
 from reports.verdicts import LESS, MORE, Ratio, Sample, ratio_of
 
@@ -35,24 +35,26 @@ MADE_WITH = ("torch_version", "commit")
 FIRST = "the first"
 
 
-def read_words(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+@dataclass(frozen=True)
+class CompareKeys:
+    """The keys of this command."""
+
+    across: str | None = None
+    """Keys that say what is trained, and may differ all the same, with commas between."""
+
+
+def read_line(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Return records, pages and the keys of across, and read no file. Raises ConfigError: each problem of the words."""
-    keys = [word for word in argv if "=" in word and kind_of_path(word) is None]
-    pages = [word for word in argv if word.endswith(".md") and word not in keys]
-    places = [word for word in argv if word not in (*keys, *pages)]
-    given = [word.partition("=") for word in keys]
-    problems = [
-        f"command line: '{shown(''.join(parts))}' is not known. Possible: across=KEY,KEY."
-        for parts in given
-        if parts[0] != "across" or not parts[2]
-    ]
-    if not places:
-        problems.append("command line: no record given. Give two and more: runs/NAME, or files.")
-    if len(places) > MOST_RECORDS:
-        problems.append(f"command line: {len(places)} records given. Possible: 2 to {MOST_RECORDS}. Give fewer.")
-    if problems:
-        raise ConfigError(problems)
-    return places, pages, [key for _, _, value in given for key in value.split(",") if key]
+
+    def check(words: Sequence[str]) -> list[str]:
+        num = sum(not word.endswith(".md") for word in words)
+        possible = f"2 to {MOST_RECORDS}: runs/NAME, or files"
+        return [] if 0 < num <= MOST_RECORDS else [f"command line: {num} records given. Possible: {possible}."]
+
+    words, keys = read_words(argv, CompareKeys, check)
+    pages = [word for word in words if word.endswith(".md")]
+    across = [key for key in (keys.across or "").split(",") if key]
+    return [word for word in words if word not in pages], pages, across
 
 
 # --- what compares ---
@@ -256,7 +258,7 @@ def markdown_of(table: Table, notes: Sequence[str]) -> str:
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    places, pages, across = read_words(argv)
+    places, pages, across = read_line(argv)
     table, notes = compared(places, across)
     rewrite(pages, " ".join(places), markdown_of(table, notes))
     if not pages:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.files import read_regular
-from cli.limits import given_as, kind_of_path, shown, text_possible
+from cli.limits import given_as, kind_of_path, shown
 from record.files import SUMMARY
 from record.history import Line, is_run, number_of
 from record.summary import COST_KEYS, RESULT_KEYS, VAL_LOSS
@@ -96,10 +96,8 @@ def read(word: str) -> Record:
 
 
 def _read_one(word: str) -> Record:
-    if possible := text_possible(word):
-        raise ValueError(f"command line: '{shown(word)}' is not a path. Possible: {possible}.")
-    path, kind, where = Path(word), kind_of_path(word), shown(word, 300) or "command line"
-    if kind is None or not word:
+    path, kind, where = Path(word), kind_of_path(word), shown(word, 300)
+    if kind is None:
         raise ValueError(f"{where}: no such file or folder. Give runs/NAME or a record.")
     if kind == "folder":
         if not is_run(path):

@@ -9,14 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from cli.command_line import Problem, parse_command_line
 from cli.errors import Refused
 from cli.files import read_json, read_regular, write_whole
 from cli.table import as_table
+from config import load, to_yaml
 
 Record = Mapping[str, Any]
 Row = tuple[str | None, ...]
+Keys = TypeVar("Keys")
 
 
 class Table(NamedTuple):
@@ -47,6 +50,19 @@ def in_markdown(table: Table) -> str:
         for row in (table.head, sides, *table.rows)
     )
     return "\n".join([table.title, "", *rows, ""])
+
+
+def read_words(
+    argv: Sequence[str], schema: type[Keys], check: Callable[[Sequence[str]], Sequence[str]]
+) -> tuple[list[str], Keys]:
+    """Return the places and the keys of a command line. `check`: says what is wrong with places. Raises ConfigError."""
+    line = parse_command_line(argv, {}, takes_places=True)
+    places = [word for word in line.places if word]
+    keys = load(schema, line, check=lambda keys: [Problem(text) for text in check(places)])
+    if line.print_config:
+        print(to_yaml(keys), end="")
+        raise SystemExit(0)
+    return places, keys
 
 
 def rewrite(pages: Sequence[str], place: str, table: str) -> None:

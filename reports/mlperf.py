@@ -25,6 +25,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from cli.log import log
 from cli.table import as_table
 from record.config_file import masked_text
 from record.mlperf_events import NAME
+from reports.marks import read_words
 from reports.mlperf_runs import Run, differences, olympic_mean, read_run, reference_points, same_seeds
 
 NUM_RUNS = 10  # of a result (mlperf_logging.benchmark_meta)
@@ -53,17 +55,25 @@ VERSIONS = {"mosaicml": "Composer", "mosaicml-streaming": "Streaming", "diffuser
 VERSIONS |= {"cuda": "CUDA", "cudnn": "cuDNN"}
 
 
+@dataclass(frozen=True)
+class ReportKeys:
+    """The keys of this command."""
+
+    out: str = "mlperf_report"
+    """Folder of the submission."""
+
+
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    keys = dict(word.split("=", 1) for word in argv if "=" in word and not Path(word).exists())
-    places = [word for word in argv if "=" not in word or Path(word).exists()]
-    problems = [f"{key}: unknown key. Possible: out=FOLDER." for key in keys if key != "out"]
-    problems += [f"{place} is no folder. Give runs: runs/NAME ..." for place in places if not Path(place).is_dir()]
-    problems += ["out: nothing given. Give a folder: out=FOLDER."] if keys.get("out") == "" else []
-    if problems:
-        raise ConfigError(problems)
-    combine(places, Path(keys.get("out", "mlperf_report")))
+    places, keys = read_words(
+        argv,
+        ReportKeys,
+        lambda places: [
+            f"{place} is no folder. Give runs: runs/NAME ..." for place in places if not Path(place).is_dir()
+        ],
+    )
+    combine(places, Path(keys.out))
     return 0
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from record.files import CLOCKS
 from record.history import History, Line, number_of
-from reports.page_plots import NUM_COLOURS, Array, Plot, Series, smoothed, thinned
-from reports.page_text import figure, plain
+from reports.page_plots import MOST_POINTS, NUM_COLOURS, Array, Plot, Series, thinned
+from reports.page_text import plain
 
 LABELS = {"fid": "FID", "clip": "CLIP score (mean cosine)"}
 SIDE = {"fid": "at most", "clip": "at least", "val_loss": "at most"}
@@ -27,9 +27,8 @@ REFERENCE = Path(__file__).with_name("mlperf_reference_runs.csv")
 Source: the README of mlcommons/training at aa344c7f, retired_benchmarks/stable_diffusion/. The learning rate is 1.25e-7 per
 image in all of them.
 """
-MOST_STREAMS = NUM_COLOURS
+NUM_MEANS = 100  # of a figure that differs much between neighboring windows
 WIDE_RANGE = 30.0  # greatest over least: from there on an axis is logarithmic
-SMOOTH_FROM = 30  # windows
 
 
 class Group(NamedTuple):
@@ -128,44 +127,24 @@ def is_mlperf(run: History) -> bool:
 
 
 def _losses(runs: Sequence[History]) -> list[Plot]:
-    plots = [_noisy(runs, "loss", "Training loss"), _plain(runs, "lr", "Learning rate", "learning rate")]
-    plots.append(_noisy(runs, "gradient_norm", "Gradient norm"))
+    plots = [_plain(runs, "loss", "Training loss", "loss", NUM_MEANS)]
     if len(runs) == 1 and len(runs[0].streams) > 1:
         images, streams = runs[0].windows["images"], list(runs[0].streams.items())
         series = [
-            _smooth(images, loss, name=plain(name), colour=f"s{place}")
-            for place, (name, loss) in enumerate(streams[:MOST_STREAMS])
+            thinned(plain(name), images, loss, NUM_MEANS, colour=f"s{place}")
+            for place, (name, loss) in enumerate(streams[:NUM_COLOURS])
         ]
-        note = f"The first {MOST_STREAMS} of {len(streams)} streams." if len(streams) > MOST_STREAMS else ""
-        plots.insert(1, Plot("streams", "Loss by stream", IMAGES, "loss", series, note=note))
-    return plots
+        note = f"The first {NUM_COLOURS} of {len(streams)} streams." if len(streams) > NUM_COLOURS else ""
+        plots.append(Plot("streams", "Loss by stream", IMAGES, "loss", series, note=note))
+    plots.append(_plain(runs, "lr", "Learning rate", "learning rate"))
+    return [*plots, _plain(runs, "gradient_norm", "Gradient norm", "gradient norm", NUM_MEANS)]
 
 
-def _plain(runs: Sequence[History], key: str, title: str, label: str) -> Plot:
-    series = [thinned(x=run.windows["images"], y=run.windows[key], **_own(at, runs)) for at, run in enumerate(runs)]
-    return Plot(key.replace("_", "-"), title, IMAGES, label, series)
-
-
-def _noisy(runs: Sequence[History], key: str, title: str) -> Plot:
-    """A figure that differs much between neighbours: each window faintly, over it the mean of many."""
-    series, note = [], ""
-    for place, run in enumerate(runs):
-        own, x, y = _own(place, runs), run.windows["images"], run.windows[key]
-        if np.isfinite(x + y).sum() >= SMOOTH_FROM:
-            name = f"{own['name']}, windows" if own["name"] else ""
-            series.append(thinned(name, x, y, kind="faint", colour=own["colour"]))
-            note = "Strong line: mean over a fortieth of the run's windows."
-        series.append(_smooth(x, y, **own))
-    label = key.replace("_", " ")
-    return Plot(key.replace("_", "-"), title, IMAGES, label, series, note=note, is_log=_is_wide(series))
-
-
-def _smooth(x: Array, y: Array, **own: Any) -> Series:
-    """Return a series with each point the mean of its neighbours, where there are many."""
-    there = np.isfinite(x) & np.isfinite(y)
-    if there.sum() >= SMOOTH_FROM:
-        x, y = x[there], smoothed(y[there], max(5, int(there.sum()) // 40))
-    return thinned(x=x, y=y, **own)
+def _plain(runs: Sequence[History], key: str, title: str, label: str, most: int = MOST_POINTS) -> Plot:
+    series = [
+        thinned(x=run.windows["images"], y=run.windows[key], most=most, **_own(at, runs)) for at, run in enumerate(runs)
+    ]
+    return Plot(key.replace("_", "-"), title, IMAGES, label, series, is_log=most == NUM_MEANS and _is_wide(series))
 
 
 def _is_wide(series: Sequence[Series]) -> bool:
@@ -177,25 +156,8 @@ def _is_wide(series: Sequence[Series]) -> bool:
 
 def _validation(runs: Sequence[History]) -> list[Plot]:
     losses = [_points(run.validations, "val_loss", **_own(place, runs)) for place, run in enumerate(runs)]
-    bins = []
-    for place, run in enumerate(runs):
-        lines = [
-            line for line in run.validations if isinstance(line.get("val_loss_bins"), list) and line["val_loss_bins"]
-        ]
-        shown = sorted({0, len(lines) // 2, len(lines) - 1}) if len(runs) == 1 else [len(lines) - 1]
-        for number, line in enumerate(lines[at] for at in shown if lines):
-            values = column([{"bin": value} for value in line["val_loss_bins"]], "bin")
-            inside = 0.0 if line.get("times") == "eighths" else 0.5  # at that time, or spread over a tenth of them
-            middles = (np.arange(len(values)) + inside) * 1000 / len(values)
-            own = _own(place, runs)
-            if len(runs) == 1:
-                own = {"name": f"at {figure(int(number_of(line, 'images') or 0))} images", "colour": f"s{number}"}
-            bins.append(thinned(x=middles, y=values, kind="points", **own))
-    title, label = "Validation loss by timestep", "timestep, of 1000"
-    return [
-        Plot("validation", "Validation loss", IMAGES, "loss on held-out samples", losses, _targets(runs, "val_loss")),
-        Plot("validation-by-time", title, label, "loss", bins, is_log=_is_wide(bins)),
-    ]
+    label, targets = "loss on held-out samples", _targets(runs, "val_loss")
+    return [Plot("validation", "Validation loss", IMAGES, label, losses, targets)]
 
 
 # --- speed, memory ---

@@ -45,7 +45,7 @@ STYLE: dict[str, Any] = {
 }
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 Array = np.ndarray
-Kind = Literal["line", "points", "reference", "faint"]
+Kind = Literal["line", "points", "reference"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Plot:
         named = [
             (series.colour, "dashed" if series.dash else series.kind, series.name)
             for series in self.series
-            if series.name and len(series.x) and series.kind != "faint"
+            if series.name and len(series.x)
         ]
         found = [*dict.fromkeys(named)] if len(named) > 1 or "reference" in [kind for _, kind, _ in named] else []
         return found + [("ink", "target", words) for _, words in self.targets]
@@ -180,8 +180,6 @@ def _draw(axes: Any, series: Series) -> None:
         style |= {"marker": "o", "markersize": 4.0, "linewidth": 1.4}
     elif series.kind == "reference":
         style |= {"linewidth": 1.2}
-    elif series.kind == "faint":
-        style |= {"linewidth": 0.7, "alpha": 0.45, "linestyle": "-"}
     elif len(series.x) == 1:
         style |= {"marker": "o", "markersize": 4.0}
     axes.plot(series.x, series.y, color=colour, **style)

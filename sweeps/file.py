@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 
 from cli.command_line import Assignment, CommandLine, leaves, parse_command_line, read_value, read_yaml
 from cli.errors import ConfigError
-from cli.files import read_regular
 from cli.limits import file_problem, given_as, kind_of_path, limited, shown
 from config import count, load, schema_keys
 from training.run_config import ALIASES
@@ -100,13 +99,7 @@ def read_sweep(argv: Sequence[str]) -> Sweep:
         there = ", ".join(sorted(map(str, Path("yamls/sweeps").glob("*.yaml"))))
         given = "command line: no sweep given" if path is None else f"{shown(path, 300)}: no such file"
         raise ConfigError([f"{given}. {f'Known: {there}' if there else 'Give the file of a sweep'}."])
-    try:
-        content = read_regular(Path(path))
-    except OSError as error:
-        raise ConfigError(
-            [f"{shown(path, 300)} cannot be read: {error.strerror}. Give the file of a sweep."]
-        ) from error
-    tree, matrix, points = _parts(path, content)
+    tree, matrix, points = _parts(path)
     names = schema_keys(SweepCommand)
     at_line = [at for at in command_line.assignments if at.key in names]
     given = [Assignment(path, key, value, key) for key, value in tree.items()]
@@ -133,20 +126,16 @@ def read_sweep(argv: Sequence[str]) -> Sweep:
     )
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def _once(values: Sequence[Any]) -> list[Any]:
     return [value for number, value in enumerate(values) if value not in values[:number]]
 
 
-def _parts(path: str, content: bytes) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+def _parts(path: str) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """Return a file's keys of one value, its matrix and its points. Raises ConfigError: it is none of this form."""
     wanted = "Wanted: yaml, keys, matrix or points, and limit_sec, max_runs, ranks, jobs"
     if problems := read_yaml(path)[1]:
         raise ConfigError([f"{problem.text} {wanted}." for problem in problems])
-    tree: Any = OmegaConf.to_container(OmegaConf.create(content.decode()))
+    tree: Any = OmegaConf.to_container(OmegaConf.load(path))
     matrix, points = tree.pop("matrix", None) or {}, tree.pop("points", None)
     points = [] if points is None else points
     if not isinstance(matrix, dict):
@@ -183,9 +172,8 @@ def _problems(
     found += [f"{where}: {key} is given, but each run of a sweep has its own. Leave it out." for where, key in fixed]
     num = math.prod(map(len, axes.values())) * max(1, len(points))
     if num > own.max_runs:
-        sizes = " x ".join(f"{len(values):,}" for values in [*axes.values(), *([points] if points else [])])
-        given = f"{path}: {sizes}: {count(num, 'run')}"
-        found.append(f"{given}. Possible: max_runs={own.max_runs} at most. Shorten an axis, or raise max_runs.")
+        possible = f"max_runs={own.max_runs} at most. Shorten an axis, or raise max_runs"
+        found.append(f"{path}: {count(num, 'run')}. Possible: {possible}.")
     return found
 
 
@@ -227,7 +215,7 @@ def _names(points: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str
     for point in points:
         name = "_".join(f"{called[key]}-{_in_name(value)}" for key, value in point.items())
         if len(name) > MAX_LABEL:
-            name = f"{name[:MAX_LABEL]}-{_digest(name.encode())[:8]}"
+            name = f"{name[:MAX_LABEL]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
         found.append(name)
     return [name if found.count(name) == 1 else f"{name}-{found[:n].count(name) + 1}" for n, name in enumerate(found)]
 

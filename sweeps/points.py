@@ -78,21 +78,12 @@ def _of_points(text: str, names: Sequence[str], num: int) -> str:
 
 
 def _gpus_problem(sweep: Sweep) -> str | None:
-    """Say that this machine has not the GPUs for one run, or for so many side by side.
-
-    None: it has, or has no GPU at all.
-    """
-    gpus, ranks, jobs = torch.cuda.device_count(), sweep.own.ranks, sweep.own.jobs
-    if not torch.cuda.is_available():
+    """Say that this machine has not the GPUs for the runs side by side. None: it has, or has no GPU at all."""
+    gpus, ranks, jobs = torch.cuda.device_count(), sweep.own.ranks, sweep.own.jobs or 1
+    if not torch.cuda.is_available() or jobs * ranks <= gpus:
         return None
-    if ranks > gpus:
-        possible = "ranks=1" if gpus == 1 else f"ranks=1 to {gpus}"
-        given = f"{sweep.path}: ranks is {ranks}, and this machine has {count(gpus, 'GPU')}"
-        return f"{given}. Possible here: {possible}. Give ranks={gpus}, or run it on a machine with {ranks}."
-    if jobs is not None and jobs * ranks > gpus:
-        given = f"jobs is {jobs}: with ranks={ranks} they take {jobs * ranks} GPUs, and this machine has {gpus}"
-        return f"{sweep.path}: {given}. Possible here: jobs=1 to {gpus // ranks}. Leave it out for the most."
-    return None
+    given = f"{sweep.path}: ranks is {ranks} and jobs {jobs}, and this machine has {count(gpus, 'GPU')}"
+    return f"{given}. Give fewer, or run it on a machine with {jobs * ranks}."
 
 
 @contextlib.contextmanager

@@ -27,8 +27,7 @@ from record.history import COLUMNS, read_history
 from record.writing import append_lines
 from reports import page
 from reports.page_charts import reference_bands
-from reports.page_compare import differing, not_comparable, results
-from reports.page_facts import figures_of, result_of, times_of
+from reports.page_facts import differing, figures_of, not_comparable, result_of, results, times_of
 from reports.page_plots import Plot, Series, smoothed, svg_of, table_of, thinned, tick
 from reports.page_samples import samples_of, spread
 from reports.page_text import figure, plain, span
@@ -701,8 +700,8 @@ def test_the_command_writes_the_page_where_it_says(tmp_path, capsys, monkeypatch
         (["empty"], "empty is no run: it has no config.yaml. Give a run's folder: runs/NAME."),
         (["nowhere", "empty"], "nowhere is no folder. Give a run's folder: runs/NAME.\n"
          "empty is no run: it has no config.yaml. Give a run's folder: runs/NAME."),
-        (["mine", "to=x"], "to: unknown key. Possible: out=FILE."),
-        (["mine", "out="], "out: nothing given. Give a file: out=FILE."),
+        (["mine", "to=x"], "command line: unknown key 'to'. Known: out. --print_config shows every key."),
+        (["mine", "out="], "command line: 'out=' has no value. Write out=VALUE, or out=null for none."),
         (["out=x.html"], "command line: 0 runs given. Possible: 1 to 16 on a page. Give their folders: runs/NAME."),
         (["mine", "out=mine"], "out: mine cannot be written: Is a directory. Give another file: out=FILE."),
         (["mine", "out=no/x"], "out: no/x cannot be written: No such file or directory. Give another file: out=FILE."),

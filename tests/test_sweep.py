@@ -98,7 +98,7 @@ def test_the_command_line_gives_an_axis_other_values_and_each_run_other_keys(tmp
         (
             "matrix: {seed: [1, 2, 3], image_size: [8, 16]}\nmax_runs: 5\n",
             [],
-            "3 x 2: 6 runs. Possible: max_runs=5 at most. Shorten an axis, or raise max_runs.",
+            "6 runs. Possible: max_runs=5 at most. Shorten an axis, or raise max_runs.",
         ),
         ("limit_sec: 5\n", [], "neither matrix nor points. Wanted: yaml, keys, matrix or points, and limit_sec,"),
         ("matrix: [1]\n", [], "matrix is [1]. Possible: a mapping of keys to lists of values."),
@@ -166,13 +166,11 @@ def test_a_machine_with_one_gpu_refuses_points_for_eight_with_what_there_is(tmp_
     monkeypatch.setattr(points.torch.cuda, "device_count", lambda: 1)
     where = f"{tmp_path}/small.yaml"
     assert problems(tmp_path, "matrix: {seed: [1]}\nranks: 8\n") == [
-        f"{where}: ranks is 8, and this machine has 1 GPU. Possible here: ranks=1. "
-        "Give ranks=1, or run it on a machine with 8."
+        f"{where}: ranks is 8 and jobs 1, and this machine has 1 GPU. Give fewer, or run it on a machine with 8."
     ]
     monkeypatch.setattr(points.torch.cuda, "device_count", lambda: 8)
     assert problems(tmp_path, "matrix: {seed: [1]}\nranks: 2\njobs: 5\n") == [
-        f"{where}: jobs is 5: with ranks=2 they take 10 GPUs, and this machine has 8. Possible here: jobs=1 to 4. "
-        "Leave it out for the most."
+        f"{where}: ranks is 2 and jobs 5, and this machine has 8 GPUs. Give fewer, or run it on a machine with 10."
     ]
 
 
