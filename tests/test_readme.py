@@ -221,6 +221,8 @@ def test_every_command_of_a_page_is_understood(page, command, monkeypatch):
         makefile = (ROOT / "Makefile").read_text()
         assert targets and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
         assert all((ROOT / RUN_BY[target]).is_file() for target in targets)
+    elif kind == "launched" and "--wrap" in words:
+        read("sweep", words[-1].removeprefix("exec python sweep.py ").split())
     elif kind == "launched":
         script, *rest = [word for word in words if not word.startswith("--")][0 if "/" in words[0] else 1 :]
         assert (ROOT / script).is_file()
