@@ -43,11 +43,10 @@ class Result(NamedTuple):
 
 
 class Card(NamedTuple):
-    """A figure that stands by itself. value: with its unit; hint: what it is to be held against."""
+    """A figure that stands by itself. hint: what it is to be held against."""
 
     label: str
     value: str
-    unit: str = ""
     hint: str = ""
 
 
@@ -206,27 +205,16 @@ def figures_of(run: History) -> dict[str, float | None]:
 
 def cards_of(run: History) -> list[Card]:
     """Return the figures that stand on top."""
-    found, target = figures_of(run), target_of(run)
-    _, least, most = speed_of(run)
-    hints = {key: f"target {SIDE[key]} {value:g}" for key, value in target.items()}
-    device, rank = str(run.environment.get("device") or ""), number_of(run.summary, "slowest_rank")
-    over = number_of(run.summary, "slowest_rank_over_median")
-    host = f"{plain(run.summary.get('slowest_host'))}, {share(None if over is None else over - 1.0)} above the median"
-    memory = "resident" if device.startswith("CPU") else "of the fullest GPU" if device else ""
-    cards = [
-        Card("FID", figure(found["fid"]), "", hints.get("fid", "")),
-        Card("CLIP score", figure(found["clip"]), "", hints.get("clip", "")),
-        Card("Images seen", figure(found["images"])),
-        Card("Time", span(found["seconds"]), "", "all clocks of all starts"),
-        Card("Throughput", figure(found["images_per_sec"]), "images/s", f"{figure(least, 3)} to {figure(most, 3)}"),
-        Card("Training loss", figure(found["loss"]), "", "last window"),
-        Card("Validation loss", figure(found["val_loss"]), "", hints.get("val_loss", "last one")),
-        Card("Peak memory", figure(found["peak_mem_gib"], 3), "GiB", memory),
-        Card("Data wait", share(found["data_wait_frac"]), "", "of training and waiting"),
-        Card("MFU", share(found["mfu"])),
-        Card("Slowest rank", NONE if rank is None or over is None else figure(int(rank)), "", host),
-    ]
-    return [card for card in cards if card.value != NONE]
+    found, (_, least, most) = figures_of(run), speed_of(run)
+    hints = {key: f"target {SIDE[key]} {value:g}" for key, value in target_of(run).items()}
+    hints["images_per_sec"] = f"{figure(least, 3)} to {figure(most, 3)}"
+    known = [(key, *FIGURES[key]) for key in ON_TOP if found[key] is not None]
+    cards = [Card(name, formatted(found[key]), hints.get(key, "")) for key, name, formatted in known]
+    rank, over = (number_of(run.summary, key) for key in ("slowest_rank", "slowest_rank_over_median"))
+    if rank is not None and over is not None:
+        host = f"{plain(run.summary.get('slowest_host'))}, {share(over - 1.0)} above the median"
+        cards.append(Card("slowest rank", figure(int(rank)), host))
+    return cards
 
 
 # --- time and cost ---
@@ -326,6 +314,18 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "cost": ("cost", figure),
 }
 """Figure -> its name, and how it is written."""
+ON_TOP = (
+    "fid",
+    "clip",
+    "images",
+    "seconds",
+    "images_per_sec",
+    "loss",
+    "val_loss",
+    "peak_mem_gib",
+    "data_wait_frac",
+    "mfu",
+)
 OF_SCORES = ("prompts_sha256", "num_prompts", "image_size", "eval_image_size", "partial")
 DECIDE = {
     "FIDs": ("statistics_sha256", "inception_fingerprint", "resize", *OF_SCORES),

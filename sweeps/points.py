@@ -102,21 +102,11 @@ def _ranks(num: int) -> Iterator[None]:
 
 
 def _resolved(sweep: Sweep, name: str, values: Mapping[str, Any], code: str) -> Point:
-    own = (
-        f"run_folder={sweep.folder}",
-        f"run_name={name}",
-        "loggers.progress_bar=false",
-        f"loggers.group={sweep.name}",
-    )
+    own = (f"run_folder={sweep.folder}", f"run_name={name}", "loggers.progress_bar=false")
+    group, file = (f"loggers.group={sweep.name}",), str(sweep.path)
     varying = tuple(f"{key}={as_word(value)}" for key, value in values.items())
     # The group first: a sweep may have one of its own.
-    parts = [
-        (own[3:], ""),
-        (sweep.keys, str(sweep.path)),
-        (sweep.typed, ""),
-        (varying, str(sweep.path)),
-        (own[:3], ""),
-    ]
+    parts = [(group, ""), (sweep.keys, file), (sweep.typed, ""), (varying, file), (own, "")]
     read = [(parse_command_line(words, ALIASES), where) for words, where in parts]
     assignments = [replace(at, where=where or at.where) for line, where in read for at in line.assignments]
     problems = [problem for line, _ in read for problem in line.problems]
