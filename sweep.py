@@ -5,7 +5,6 @@
     python sweep.py yamls/sweeps/lr_by_batch.yaml max_duration=5120sp           # with a key of each run
     python sweep.py yamls/sweeps/mlperf_256_ten_seeds.yaml seed=[11,12]         # with another list for an axis
     python sweep.py yamls/sweeps/sdxl_microbatch.yaml only=status:error         # again what did not end well
-    python sweep.py yamls/sweeps/lr_by_batch.yaml launch=slurm                  # as an array job; again: what became of it
 
 docs/sweeps.md has the file, the table's columns and what each status means. All that is wrong with any point's configuration
 is said before the first one runs. A crash, a hang or an out-of-memory is a row of the table; the sweep goes on. A run with
@@ -34,10 +33,9 @@ from cli.log import log
 from config import count
 from record.environment import commit
 from reports import mlperf, page, study
-from sweeps import pictures, slurm, table
+from sweeps import table
 from sweeps.file import Sweep, read_sweep
-from sweeps.points import Point, by_size, is_commit, resolve_all
-from sweeps.record import record_of, write_record
+from sweeps.points import Point, is_commit, resolve_all
 from sweeps.running import Runner, alone, end_left_overs, slots_of
 from sweeps.state import ERRORS, GOES_ON, OK, STATUSES, State
 
@@ -53,19 +51,17 @@ def main(argv: Sequence[str]) -> int:
 
     # Points: all that is wrong with any of them, before anything runs.
     points = resolve_all(sweep)
-    say(sweep, points)
+    if not is_commit(code):
+        given = "no commit is known (set EASEL_COMMIT where there is no git)" if code is None else f"the tree is {code}"
+        log.info(f"{sweep.name}: {given}, so nothing says that earlier runs are of this code: all run again")
     if sweep.own.dry_run:
         return show(sweep, points, State(sweep.folder, code), only)
 
     # Runs: what goes on of a sweep that was killed is ended first; what is done stays.
     with alone(sweep.folder):
         state, took = State(sweep.folder, code), []
-        queued = slurm.in_queue(state)
-        slurm.collect(sweep, points, state, queued)
-        end_left_overs(sweep.folder, {*state.names, *(point.name for point in points)} - queued)
-        wanted = [point for point in wanted_of(sweep, points, state, only) if point.name not in queued]
-        if queued or (wanted and sweep.own.launch == "slurm"):
-            return hand_over(sweep, points, state, wanted, num_queued=len(queued))
+        end_left_overs(sweep.folder, {*state.names, *(point.name for point in points)})
+        wanted = wanted_of(points, state, only)
         log.info(f"{sweep.folder}: {count(len(wanted), 'run')} to run, of {len(points)}")
 
         def on_end(point: Point, status: str, seconds: float, left: int) -> None:
@@ -76,39 +72,19 @@ def main(argv: Sequence[str]) -> int:
             print(line, flush=True)
 
         keep(sweep, points, state)
-        runner = Runner(sweep, points, state, on_end)
+        runner = Runner(sweep, state, on_end)
         try:
-            runner.run(wanted, only_these=only is not None)
+            runner.run(wanted)
         except OSError as error:
             given = f"{sweep.folder}: the sweep cannot go on: {error}"
             raise Failed(f"{given} Its runs are ended; the same command resumes them.") from error
 
-        # Table, pictures and page: of all that there is by now.
+        # Table, picture and page: of all that there is by now.
         rows = keep(sweep, points, state)
         if runner.stopped is not None:
             log.info(f"{table.in_words(rows)}. The same command resumes the sweep.")
             return 128 + runner.stopped
         finish(sweep, points, rows)
-    if sweep.is_changed():
-        log.info(f"{sweep.path}: it was changed since this call began. The table is of the file as it was; call again.")
-    if (now := commit()) != code:
-        log.info(f"{sweep.name}: the code was {code} and is {now}. The next call runs again what ran meanwhile.")
-    return 1 if any(row["status"] in WRONG for row in rows) else 0
-
-
-def hand_over(sweep: Sweep, points: Sequence[Point], state: State, wanted: Sequence[Point], *, num_queued: int) -> int:
-    """Hand runs over to Slurm, and show how the sweep stands. Returns the exit code."""
-    if wanted and sweep.own.launch != "slurm":
-        given = f"{count(num_queued, 'run')} of it in Slurm's queue, so that it goes on there"
-        raise Refused(f"{sweep.folder}: {given}. Give launch=slurm, or cancel them (scancel) first.")
-    if wanted:
-        slurm.submit(sweep, state, wanted)
-    rows = keep(sweep, points, state)
-    print(table.shown(rows))
-    for row in rows:
-        if row["message"]:
-            print(f"{row['run']}: {row['status']}: {row['message']}")
-    print(f"{table.in_words(rows)}. The same command shows what has ended by then.")
     return 1 if any(row["status"] in WRONG for row in rows) else 0
 
 
@@ -123,59 +99,44 @@ def statuses_of(only: str | None) -> tuple[str, ...] | None:
     return ERRORS if status == "error" else (status,)
 
 
-def say(sweep: Sweep, points: Sequence[Point]) -> None:
-    """Say what is allowed and may not be meant: an axis of one value, code that is no commit."""
-    for key, values in sweep.axes.items():
-        if len(values) == 1 and all(key in point.values for point in points):
-            log.info(f"{sweep.path}: {key} has one value, so that nothing is compared along it")
-    if not is_commit(here := commit()):
-        given = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
-        log.info(f"{sweep.name}: {given}, so nothing says that earlier runs are of this code: all run again")
-
-
-def wanted_of(sweep: Sweep, points: Sequence[Point], state: State, only: Sequence[str] | None) -> list[Point]:
-    """Return the points to run, the smaller ones first."""
-    statuses = {point.name: state.status_of(point, points, sweep.grows)[0] for point in points}
-    return by_size([point for point in points if statuses[point.name] in (only or GOES_ON)], sweep.grows)
+def wanted_of(points: Sequence[Point], state: State, only: Sequence[str] | None) -> list[Point]:
+    """Return the points to run."""
+    return [point for point in points if state.status_of(point)[0] in (only or GOES_ON)]
 
 
 def show(sweep: Sweep, points: Sequence[Point], state: State, only: Sequence[str] | None) -> int:
     """Print what would run, and the command of each."""
-    rows = table.rows_of(points, state, sweep.grows)
+    rows = table.rows_of(points, state)
     print(table.shown(rows), end="\n\n")
-    for point in wanted_of(sweep, points, state, only):
+    for point in wanted_of(points, state, only):
         print(f"composer -n {sweep.own.ranks} benchmark.py {shlex.join(point.words)}")
-    for row in rows:
-        if row["message"]:
-            print(f"{row['run']}: {row['status']}: {row['message']}")
+    for line in table.messages(rows):
+        print(line)
     return 0
 
 
 def keep(sweep: Sweep, points: Sequence[Point], state: State) -> list[table.Row]:
     """Write summary.csv; return its rows."""
-    rows = table.rows_of(points, state, sweep.grows)
+    rows = table.rows_of(points, state)
     table.write_csv(sweep.folder, rows, [*sweep.axes])
     return rows
 
 
 def finish(sweep: Sweep, points: Sequence[Point], rows: Sequence[table.Row]) -> None:
-    """Print the table, and write record, pictures and page of what is ok, and MLPerf's report of its seeds."""
-    print(table.shown(rows))
-    for row in rows:
-        if row["message"]:
-            print(f"{row['run']}: {row['status']}: {row['message']}")
+    """Print the table, and write record, picture and page of what is ok, and MLPerf's report of its seeds."""
+    print("\n".join([table.shown(rows), *table.messages(rows)]))
     folders = [sweep.folder / row["run"] for row in rows if row["status"] == OK]
     written: list[Path] = [sweep.folder / table.CSV]
     try:
-        record = record_of(sweep, rows)
-        written += [write_record(sweep, record), *pictures.draw(rows, sweep.axes, sweep.folder)]
+        record = table.record_of(sweep, rows)
+        written.append(table.write_record(sweep, record))
         if study.has_curves(record):
             study.draw(record, sweep.folder / LOSS)
             written.append(sweep.folder / LOSS)
         if folders:
             written.append(page.write(folders[: page.MOST_RUNS], sweep.folder / PAGE))
     except (OSError, ValueError) as error:  # a folder that was removed meanwhile, a file that cannot be written
-        log.warning(f"{sweep.folder}: not all pictures and pages could be written: {error}")
+        log.warning(f"{sweep.folder}: not all of record, picture and page could be written: {error}")
     if len(folders) > page.MOST_RUNS:
         log.info(
             f"{sweep.folder / PAGE}: it has the first {page.MOST_RUNS} of {len(folders)} runs, as many as a page takes"

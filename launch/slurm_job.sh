@@ -4,16 +4,13 @@
 #
 # LOGDIR          parent of JOB/rankN.txt, what each rank says; default logs
 # MAX_RESTARTS    starts after the first one, at most; default 10
-# AT_LIMIT        requeue or end: what follows the stop before the time limit; default requeue
-# TASKS           of an array job: folder of NUMBER.sh, with a function `run_steps`, OUTPUT (file of all output) and ENDED (of the code)
 set -uo pipefail
-: "${MAX_RESTARTS:=10}" "${AT_LIMIT:=requeue}" "${LOGDIR:=logs}"
+: "${MAX_RESTARTS:=10}" "${LOGDIR:=logs}"
 declare -p SRUN_OPTIONS >/dev/null 2>&1 || SRUN_OPTIONS=()
 restarts=${SLURM_RESTART_COUNT:-0} leaving='' step='' pass_on=''
 say() { TZ=UTC printf 'slurm: %(%Y-%m-%dT%H:%M:%SZ)T %s\n' -1 "$*"; }
 mark() { echo "{\"at\": \"$1\", \"unix_time\": $EPOCHREALTIME, \"start\": $restarts}" >>"$RANK_LOGS/times.jsonl"; }
-finish() { [ -z "${ENDED:-}" ] || echo "${2:-$1} $SECONDS" >"$ENDED"; exit "$1"; }
-refuse() { say "$*"; finish 2; }
+refuse() { say "$*"; exit 2; }
 has_key() { local key=$1 word; shift; for word; do [[ $word != "$key="* ]] || return 0; done; return 1; }
 
 trap 'leaving=TERM' TERM
@@ -23,20 +20,12 @@ trap 'leaving=limit; tell_ranks & pass_on=$!' USR1
 tell_ranks() { while kill -0 "$step" 2>/dev/null; do scancel --signal=USR1 "$SLURM_JOB_ID"; sleep 15; done; }
 
 # --- the words ---
-if [ -n "${TASKS:-}" ]; then
-  # shellcheck source=/dev/null
-  source "$TASKS/$SLURM_ARRAY_TASK_ID.sh"
-  exec >>"$OUTPUT" 2>&1
-  rm -f "$ENDED"
-else
-  words=("$@")
-  case ${words[0]:-} in *.py | *.sh) ;; *) words=(benchmark.py "${words[@]}");; esac
-  if [ "${words[0]}" = benchmark.py ] && ! has_key run_name "${words[@]}" &&
-    ! printf '%s\0' "${words[@]}" | grep -z '[.]ya\?ml$' | xargs -0r grep -qs -e '^run_name:' --; then
-    words+=("run_name=slurm-$SLURM_JOB_ID")  # a name that it made up itself would be another one after each restart
-    say "no run_name is given: it is slurm-$SLURM_JOB_ID"
-  fi
-  run_steps() { run_step "${words[@]}"; }
+words=("$@")
+case ${words[0]:-} in *.py | *.sh) ;; *) words=(benchmark.py "${words[@]}");; esac
+if [ "${words[0]}" = benchmark.py ] && ! has_key run_name "${words[@]}" &&
+  ! printf '%s\0' "${words[@]}" | grep -z '[.]ya\?ml$' | xargs -0r grep -qs -e '^run_name:' --; then
+  words+=("run_name=slurm-$SLURM_JOB_ID")  # a name that it made up itself would be another one after each restart
+  say "no run_name is given: it is slurm-$SLURM_JOB_ID"
 fi
 
 # --- the job ---
@@ -89,27 +78,24 @@ run_step() { # WORDS...: a launcher a node; gives srun's code
 }
 
 code=0
-run_steps || code=$?
+run_step "${words[@]}" || code=$?
 
 # --- what follows ---
-[ "$code" != 0 ] || finish 0
+[ "$code" != 0 ] || exit 0
 cat "$RANK_LOGS"/code.* 2>/dev/null | grep -qx 2 && code=2
 if [ "$code" = 2 ]; then refuse "refused: the configuration cannot run, see above and $RANK_LOGS. It is not started again."; fi
 if [ "$leaving" = TERM ]; then
   say "ended by SIGTERM: a cancel, a preemption or a requeue. The same sbatch command resumes the run."
-  finish "$code"
+  exit "$code"
 fi
 why="a rank or a launcher ended with code $code, see $RANK_LOGS"
-if [ "$leaving" = limit ]; then
-  why="stopped before its time limit, code $code"
-  [ "$AT_LIMIT" = requeue ] || { say "$why"; finish "$code" timeout; }
-fi
+[ "$leaving" != limit ] || why="stopped before its time limit, code $code"
 if [ "$restarts" -ge "$MAX_RESTARTS" ]; then
   say "$why; not started again: MAX_RESTARTS=$MAX_RESTARTS. The same sbatch command resumes the run."
-  finish "$code"
+  exit "$code"
 fi
 say "$why; the job is put into the queue again"
 trap 'exit 0' TERM
 if scontrol requeue "$SLURM_JOB_ID"; then sleep 60 & wait $!; fi
 say "it cannot be put into the queue again. The same sbatch command resumes the run."
-finish "$code"
+exit "$code"

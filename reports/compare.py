@@ -17,54 +17,44 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cli.command import command
-from cli.errors import ConfigError, Refused
-from cli.limits import kind_of_path, shown
-from cli.table import as_table
+from cli.errors import ConfigError
+from cli.limits import shown
 from record.files import SUMMARY
-from reports.compare_records import (
-    ALIKE_FRAC,
-    NOT_RECORDED,
-    RUN,
-    WORK,
-    Record,
-    read,
-)
-from reports.marks import rewrite
-from reports.page_compare import OWN_KEYS, differing
+from reports.compare_records import ALIKE_FRAC, NOT_RECORDED, RUN, WORK, Record, read
+from reports.marks import Row, Table, in_markdown, in_text, read_words, rewrite
+from reports.page_facts import differing
 from reports.page_text import figure, plain
-from reports.record_table import Row, Table
-from reports.tables import in_markdown
 from reports.verdicts import LESS, MORE, Ratio, Sample, ratio_of
 
 MOST_RECORDS = 16
-OF_NO_SPEED = ("loggers.", "cost.")
-"""Sections of a configuration whose differences are not listed."""
 MADE_WITH = ("torch_version", "commit")
 FIRST = "the first"
 
 
-def read_words(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+@dataclass(frozen=True)
+class CompareKeys:
+    """The keys of this command."""
+
+    across: str | None = None
+    """Keys that say what is trained, and may differ all the same, with commas between."""
+
+
+def read_line(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Return records, pages and the keys of across, and read no file. Raises ConfigError: each problem of the words."""
-    keys = [word for word in argv if "=" in word and kind_of_path(word) is None]
-    pages = [word for word in argv if word.endswith(".md") and word not in keys]
-    places = [word for word in argv if word not in (*keys, *pages)]
-    given = [word.partition("=") for word in keys]
-    problems = [
-        f"command line: '{shown(''.join(parts))}' is not known. Possible: across=KEY,KEY."
-        for parts in given
-        if parts[0] != "across" or not parts[2]
-    ]
-    if not places:
-        problems.append("command line: no record given. Give two and more: runs/NAME, or files.")
-    if len(places) > MOST_RECORDS:
-        problems.append(f"command line: {len(places)} records given. Possible: 2 to {MOST_RECORDS}. Give fewer.")
-    if problems:
-        raise ConfigError(problems)
-    return places, pages, [key for _, _, value in given for key in value.split(",") if key]
+
+    def check(words: Sequence[str]) -> list[str]:
+        num = sum(not word.endswith(".md") for word in words)
+        possible = f"2 to {MOST_RECORDS}: runs/NAME, or files"
+        return [] if 0 < num <= MOST_RECORDS else [f"command line: {num} records given. Possible: {possible}."]
+
+    words, keys = read_words(argv, CompareKeys, check)
+    pages = [word for word in words if word.endswith(".md")]
+    across = [key for key in (keys.across or "").split(",") if key]
+    return [word for word in words if word not in pages], pages, across
 
 
 # --- what compares ---
@@ -75,8 +65,8 @@ def problems_of(records: Sequence[Record], across: Sequence[str]) -> list[str]:
     first, problems = records[0], []
     if len(records) < 2:
         return [f"command line: one record given, {first.name}. Give another one to set against it."]
-    files = [(path.stat().st_dev, path.stat().st_ino) for record in records for path in record.paths]
     paths = [path for record in records for path in record.paths]
+    files = [path.resolve() for path in paths]
     if twice := [path for place, path in enumerate(paths) if files[place] in files[:place]]:
         problems.append(f"{shown(str(twice[0]), 300)}: is given twice. Give each record once.")
     if others := [record for record in records if record.kind != first.kind]:
@@ -120,7 +110,7 @@ def _beside(records: Sequence[Record], values: Sequence[Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    return "not recorded" if value is NOT_RECORDED else "none" if value is None else plain(value, 80)
+    return "none" if value is None else plain(value, 80)
 
 
 def common(record: Record, first: Record) -> list[str]:
@@ -188,15 +178,9 @@ def notes_of(records: Sequence[Record]) -> list[str]:
     """Return a line for each key that differs, settings first, and for what has to be known of the records."""
     other = other_work(records)
     notes = [f"allowed by across: {key} {' | '.join(map(_value, values))}" for key, values in other.items()]
-    settings = differing([record.settings for record in records])
-    named = {row.name for row in settings} | {key for record in records for key in (*record.what, *record.machine)}
-    if all(record.config for record in records):
-        rows = differing([record.config for record in records], OWN_KEYS)
-        rows = [row for row in rows if not {row.name, row.name.rpartition(".")[2]} & named]
-        settings += [row for row in rows if not row.name.startswith(OF_NO_SPEED)]
-    for what, rows in (("setting", settings), ("machine", differing([record.machine for record in records]))):
-        told = {row.name: [text for text, _ in row.cells] for row in rows}
-        notes += [f"differs, {what}: {key} {' | '.join(texts)}" for key, texts in told.items()]
+    for what, of in (("setting", "settings"), ("machine", "machine")):
+        rows = differing([getattr(record, of) for record in records])
+        notes += [f"differs, {what}: {row.name} {' | '.join(text for text, _ in row.cells)}" for row in rows]
     if not notes:
         notes.append("nothing that was recorded differs: two starts of the same. Repeated runs, with commas, say more")
     if records[0].kind == RUN:
@@ -274,16 +258,11 @@ def markdown_of(table: Table, notes: Sequence[str]) -> str:
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    places, pages, across = read_words(argv)
+    places, pages, across = read_line(argv)
     table, notes = compared(places, across)
-    try:
-        rewrite(pages, " ".join(places), markdown_of(table, notes))
-    except OSError as error:
-        raise Refused(f"{error.filename}: {error.strerror}. Check the path.") from error
-    except ValueError as error:
-        raise Refused(str(error)) from error
+    rewrite(pages, " ".join(places), markdown_of(table, notes))
     if not pages:
-        print("\n".join([table.title, as_table(table.head, table.rows, table.align), *notes]))
+        print("\n".join([in_text(table), *notes]))
     return 0
 
 

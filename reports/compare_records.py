@@ -9,19 +9,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cli.files import read_regular
-from cli.limits import given_as, kind_of_path, shown, text_possible
-from record.files import METRICS, SUMMARY
-from record.history import History, Line, is_run, number_of, read_history
+from cli.limits import given_as, kind_of_path, shown
+from record.files import SUMMARY
+from record.history import Line, is_run, number_of
 from record.summary import COST_KEYS, RESULT_KEYS, VAL_LOSS
 from reports.verdicts import Sample, sample_of
 
 SPEED = "images_per_sec_per_device"
 RUN = "run"
+NOT_RECORDED = "not recorded"
 SCHEMA = 1
 """Of summary.json (callbacks/run_record.py)."""
 OF_A_RUN = (
@@ -70,8 +71,6 @@ class Record:
     """Keys that have to be the same."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The whole configuration of a run whose folder is there."""
     remarks: tuple[str, ...] = ()
     """What a reader has to know of how it was made."""
 
@@ -92,71 +91,56 @@ def read(word: str) -> Record:
         ValueError: there is none, it cannot be read, or has no figure; the message says what to do.
     """
     if "," in word and kind_of_path(word) is None:
-        return _repeated(word, [_read_one(part) for part in word.split(",")])
+        return _repeated(shown(word, 300), [_read_one(part) for part in word.split(",")])
     return _read_one(word)
 
 
 def _read_one(word: str) -> Record:
-    if possible := text_possible(word):
-        raise ValueError(f"command line: '{shown(word)}' is not a path. Possible: {possible}.")
-    path, kind = Path(word), kind_of_path(word)
-    if kind is None or not word:
-        raise ValueError(f"{shown(word, 300) or 'command line'}: no such file or folder. Give runs/NAME or a record.")
-    folder = path if kind == "folder" else path.parent if path.name == SUMMARY else None
+    path, kind, where = Path(word), kind_of_path(word), shown(word, 300)
+    if kind is None:
+        raise ValueError(f"{where}: no such file or folder. Give runs/NAME or a record.")
     if kind == "folder":
         if not is_run(path):
-            raise ValueError(f"{shown(word, 300)}: is no run: it has no config.yaml. Give a run's folder: runs/NAME.")
+            raise ValueError(f"{where}: is no run: it has no config.yaml. Give a run's folder: runs/NAME.")
         path = path / SUMMARY
         if not path.is_file():
-            ways = "Run it to its end: its own command resumes it"
-            raise ValueError(f"{shown(word, 300)}: is not finished: it has no {SUMMARY}. {ways}.")
-    where, content = shown(str(path), 300), _content(path)
-    history = read_history(folder) if folder and (folder / METRICS).is_file() else None
-    name = (path.parent.resolve().name if path.name == SUMMARY else path.stem) or where
-    if content.get("status", "ok") != "ok":
-        status = given_as(content["status"])
-        raise ValueError(f"{where}: its status is {status}: no speed was measured. Give one whose status is ok.")
-    if SPEED in content:
-        return _run(where, path, name, content, history)
-    return _of_bench(where, path, name, content)
-
-
-def _content(path: Path) -> dict[str, Any]:
-    where = shown(str(path), 300)
-    if (kind := kind_of_path(path)) != "file":
-        raise ValueError(f"{where}: is a {kind}. Give runs/NAME or a record.")
+            raise ValueError(f"{where}: is not finished: it has no {SUMMARY}. Its own command resumes it.")
+        where = shown(str(path), 300)
     try:
         content = json.loads(read_regular(path))
-    except OSError as error:
-        raise ValueError(f"{where}: cannot be read: {error.strerror}. Check its rights.") from error
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: is no whole JSON ({type(error).__name__}: {error}). Give another one.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{where}: holds a {type(content).__name__}. Give a record, which is one object.")
-    return {"async_loss" if key == "late_loss" else key: value for key, value in content.items()}  # committed records
+    if content.get("status", "ok") != "ok":
+        status = given_as(content["status"])
+        raise ValueError(f"{where}: its status is {status}: no speed was measured. Give one whose status is ok.")
+    content = {
+        "async_loss" if key == "late_loss" else key: value for key, value in content.items()
+    }  # committed records
+    name = path.parent.resolve().name if path.name == SUMMARY else path.stem
+    return (_run if SPEED in content else _of_bench)(where, path, name, content)
 
 
 # --- runs ---
 
 
-def _run(where: str, path: Path, name: str, content: Line, history: History | None) -> Record:
+def _run(where: str, path: Path, name: str, content: Line) -> Record:
     if (schema := content.get("schema", SCHEMA)) != SCHEMA:
-        raise ValueError(
-            f"{where}: is of schema {given_as(schema)}. Possible: {SCHEMA}. Read it with the code of its commit."
-        )
-    num = _above_zero(where, content, "num_devices")
-    middle, least, greatest, batch = (
-        _above_zero(where, content, key)
-        for key in (SPEED, "images_per_sec_min", "images_per_sec_max", "global_batch_size")
-    )
+        text = f"is of schema {given_as(schema)}. Possible: {SCHEMA}. Read it with the code of its commit"
+        raise ValueError(f"{where}: {text}.")
+    keys = (SPEED, "images_per_sec_min", "images_per_sec_max", "global_batch_size", "num_devices")
+    for key in keys:
+        if not _is_above_zero(content.get(key)):
+            given = f"its {key} is {given_as(content[key])}" if key in content else f"it has no {key}"
+            raise ValueError(f"{where}: {given}. Possible: a number above 0. Give a record that has measured it.")
+    middle, least, greatest, batch, num = (float(content[key]) for key in keys)
     sample = Sample(middle, least / num, greatest / num, int(number_of(content, "windows") or 0))
     if not sample.least <= 1.0001 * middle <= 1.0002 * sample.greatest:
         said = f"its median {middle:g} is not between its extremes {sample.least:g} and {sample.greatest:g}"
         raise ValueError(f"{where}: {said}. Give a record that nobody has changed.")
-    remarks = [_of_commit(content)]
-    if content.get("history_lost"):
-        remarks.append("a part of its record was lost")
     derived = {**content, "device_batch_size": batch / num}
+    lost = "a part of its record was lost" if content.get("history_lost") else ""
     return Record(
         (path,),
         name,
@@ -165,21 +149,12 @@ def _run(where: str, path: Path, name: str, content: Line, history: History | No
         what={key: derived.get(key, None if key in ABSENT_IS_NONE else NOT_RECORDED) for key in OF_A_RUN},
         settings={key: value for key, value in content.items() if _is_setting(key)},
         machine=_machine(content),
-        config={} if history is None else history.config,
-        remarks=tuple(filter(None, remarks)),
+        remarks=tuple(filter(None, (_of_commit(content), lost))),
     )
 
 
 def _is_above_zero(value: Any) -> bool:
     return (found := number_of({"it": value}, "it")) is not None and found > 0.0
-
-
-def _above_zero(where: str, content: Line, key: str) -> float:
-    value = number_of(content, key)
-    if value is None or value <= 0.0:
-        given = f"its {key} is {given_as(content[key])}" if key in content else f"it has no {key}"
-        raise ValueError(f"{where}: {given}. Possible: a number above 0. Give a record that has measured it.")
-    return value
 
 
 def _is_setting(key: str) -> bool:
@@ -205,43 +180,26 @@ def _of_commit(content: Line) -> str:
     return "made of a tree with changes that are in no commit" if str(commit).endswith("+changes") else ""
 
 
-def _repeated(word: str, runs: Sequence[Record]) -> Record:
+def _repeated(where: str, runs: Sequence[Record]) -> Record:
     """Return repeated runs of one configuration as one record. Raises ValueError: they are none."""
-    if any(run.kind != RUN for run in runs):
-        raise ValueError(
-            f"{shown(word, 300)}: commas join repeated runs. Give the folders of runs, or records of rungs."
-        )
     first = runs[0]
+    if any(run.kind != RUN for run in runs):
+        raise ValueError(f"{where}: commas join repeated runs. Give the folders of runs, or records of rungs.")
+    of_first = {**first.what, **first.settings, **first.machine}
     for run in runs[1:]:
-        keys = [(key, first.what[key], value) for key, value in run.what.items() if value != first.what[key]]
-        for one, other in ((first.settings, run.settings), (first.machine, run.machine)):
-            keys += [(key, one.get(key), other.get(key)) for key in {**one, **other} if one.get(key) != other.get(key)]
-        if keys := [key for key in keys if key[0] != "seed"]:
-            key, one, other = keys[0]
-            said = f"{key} is {given_as(one)} and {given_as(other)}"
-            raise ValueError(
-                f"{shown(word, 300)}: are not repeated runs: {said}. Give runs that differ in their seed alone."
-            )
-    return Record(
-        tuple(path for run in runs for path in run.paths),
-        ", ".join(run.name for run in runs),
-        RUN,
-        {SPEED: sample_of([run.figures[SPEED].middle for run in runs], "run")},
-        what=first.what,
+        of = {**run.what, **run.settings, **run.machine}
+        for key in {**of_first, **of}:
+            if key != "seed" and of_first.get(key) != of.get(key):
+                said = f"{key} is {given_as(of_first.get(key))} and {given_as(of.get(key))}"
+                raise ValueError(f"{where}: are not repeated runs: {said}. Give runs that differ in their seed alone.")
+    return replace(
+        first,
+        paths=tuple(path for run in runs for path in run.paths),
+        name=", ".join(run.name for run in runs),
+        figures={SPEED: sample_of([run.figures[SPEED].middle for run in runs], "run")},
         settings={key: value for key, value in first.settings.items() if key != "seed"},
-        machine=first.machine,
-        remarks=tuple(dict.fromkeys(text for run in runs for text in run.remarks if "window" not in text)),
+        remarks=tuple(dict.fromkeys(text for run in runs for text in run.remarks)),
     )
-
-
-class _NotRecorded:
-    """In place of a value that a record does not have; it is no other record's."""
-
-    def __repr__(self) -> str:
-        return "not recorded"
-
-
-NOT_RECORDED = _NotRecorded()
 
 
 # --- records of bench ---
@@ -251,19 +209,19 @@ def _of_bench(where: str, path: Path, name: str, content: Line) -> Record:
     config = content.get("config")
     config = config if isinstance(config, dict) else {}
     figures = dict(_figures(content, config))
-    what = {f"config.{key}": value for key, value in config.items() if key not in OF_NO_FIGURE}
-    what |= {key: content[key] for key in OF_A_CASE if key in content}
     if not figures:
         wanted = f"{SPEED}, or figures with _min and _max"
         raise ValueError(
             f"{where}: is no record that can be compared. Wanted: {wanted}. Give a run, or a record of bench."
         )
+    what = {f"config.{key}": value for key, value in config.items() if key not in OF_NO_FIGURE}
+    what |= {key: content[key] for key in OF_A_CASE if key in content}
+    what["schema"] = content.get("schema", NOT_RECORDED)
     measured = content.get("measured")
     kind = f"bench.{shown(measured)}" if isinstance(measured, str) else f"keys {shown(', '.join(sorted(config)), 200)}"
     load, num = number_of(content, "load_average_before"), number_of(content, "num_cpus")
     busy = load is not None and num is not None and load > 0.5 * num
     of_load = f"other work was going on: load average {load:g} before it, on {num:g} processors" if busy else ""
-    what["schema"] = content.get("schema", NOT_RECORDED)
     remarks = tuple(filter(None, (_of_commit(content), of_load)))
     return Record((path,), name, kind, figures, what=what, machine=_machine(content), remarks=remarks)
 

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cli.command import command
-from cli.table import as_table
-from reports.marks import show_record
+from reports.marks import Table, in_markdown, in_text, show_record
 
 Contest = Mapping[str, Any]
 
@@ -131,11 +130,15 @@ def notes_of(contests: Sequence[Contest]) -> list[str]:
     return said + left_out(contests)
 
 
+def _table(contests: Sequence[Contest]) -> Table:
+    return Table(heading(contests), HEAD, ALIGN, list(rows_of(contests)))
+
+
 def text_of(record: Mapping[str, Any]) -> str:
     """Format a record for the terminal."""
     parts = [f"{record['device']}, commit {record['commit']}"]
     for contests in groups_of(record):
-        parts += ["", heading(contests), as_table(HEAD, rows_of(contests), ALIGN), *notes_of(contests)]
+        parts += ["", in_text(_table(contests)), *notes_of(contests)]
     return "\n".join(parts)
 
 
@@ -143,9 +146,8 @@ def markdown_of(record: Mapping[str, Any]) -> str:
     """Format a record for a page."""
     parts = [f"{record['device']}, torch {record['torch_version']}, diffusers {record['diffusers_version']}."]
     for contests in groups_of(record):
-        rows = [HEAD, tuple("---:" if side == "r" else "---" for side in ALIGN), *rows_of(contests)]
-        lines = ["| " + " | ".join("-" if cell is None else cell for cell in row) + " |" for row in rows]
-        parts += [heading(contests), "\n".join(lines), "\n".join(f"- {_marked(note)}" for note in notes_of(contests))]
+        notes = "\n".join(f"- {_marked(note)}" for note in notes_of(contests))
+        parts += [in_markdown(_table(contests)).rstrip("\n"), notes]
     return "\n" + "\n\n".join(part for part in parts if part) + "\n\n"
 
 

@@ -27,19 +27,21 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from cli.command import command
-from cli.errors import ConfigError, Refused, text_of
-from cli.limits import shown
+from cli.errors import Refused, text_of
+from cli.limits import limited, shown
 from cli.log import log
 from cli.masking import printable
 from record.history import is_run, read_history
 from record.standing import runs_under, signature
 from reports import index, page
+from reports.marks import read_words
 from reports.page_text import script_of
 
 PAUSE, LEAST_SEC = 9.0, 1.0  # before a page is made again: so many times as long as that took, and no less than this
@@ -103,8 +105,8 @@ class Site:
                 signed = [(run, signature(run)) for run in shown]
                 old = old if signed == old.signed else self._made(shown, signed, is_table=path == "/" and not is_one)
             self._pages[path] = old  # the last asked for is the last to go
-            for past in [*self._pages][:-MOST_PAGES]:
-                del self._pages[past]
+            if len(self._pages) > MOST_PAGES:
+                del self._pages[next(iter(self._pages))]
             return old
 
     def _made(self, runs: Sequence[Path], signed: Any, *, is_table: bool) -> Page:
@@ -184,21 +186,27 @@ def is_own_name(host: str | None, names: Collection[str]) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class LiveKeys:
+    """The keys of this command."""
+
+    port: int = limited(8765, 0, 65535)
+    """0: any that is free."""
+    host: str = "127.0.0.1"
+    """The address; the default is for people on this machine alone."""
+
+
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    given = dict(word.split("=", 1) for word in argv if "=" in word)
-    place, keys = " ".join(word for word in argv if "=" not in word), {"port": "8765", "host": "127.0.0.1", **given}
-    problems = [f"{key}: unknown key. Possible: port, host." for key in given if key not in ("port", "host")]
-    if not place or len(argv) != len(given) + 1 or Path(place).is_file():
-        problems.append(f"command line: '{shown(place)}'. Possible: one folder. Give a run's, or that of all runs.")
-    if not keys["host"]:
-        problems.append("host: nothing given. Give an address: host=127.0.0.1.")
-    if not (keys["port"].isdecimal() and int(keys["port"]) <= 65535):
-        problems.append(f"port: '{shown(keys['port'])}'. Possible: 0 to 65,535. Give such a number.")
-    if problems:
-        raise ConfigError(problems)
-    host, port = keys["host"], int(keys["port"])
+
+    def wrong(places: Sequence[str]) -> list[str]:
+        given = shown(" ".join(places))
+        is_one = len(places) == 1 and given and not Path(given).is_file()
+        return [] if is_one else [f"command line: '{given}'. Possible: one folder. Give a run's, or that of all runs."]
+
+    [place], keys = read_words(argv, LiveKeys, wrong)
+    host, port = keys.host, keys.port
     try:
         server = Server(host, port, Site(Path(place)))
     except OSError as error:

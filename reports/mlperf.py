@@ -5,7 +5,7 @@
 
 A result is ten runs of one configuration with ten seeds. One of them may fail; it counts as the slowest. In the closed
 division none may have been restarted. A run that cannot count is named with the reason.
-Where the last evaluation of each stands among the reference's 40 runs is printed; `reports.page` draws it. Written are
+`reports.page` draws the runs over the reference's 40. Written are
 
     ORG/results/SYSTEM/BENCHMARK/result_0.txt ...  the logs, by seed; BENCHMARK: stable_diffusion or flux1
     ORG/systems/SYSTEM.json                        the system, as far as environment.json knows it
@@ -25,6 +25,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from cli.log import log
 from cli.table import as_table
 from record.config_file import masked_text
 from record.mlperf_events import NAME
-from reports.mlperf_band import read_bands, standing
+from reports.marks import read_words
 from reports.mlperf_runs import Run, differences, olympic_mean, read_run, reference_points, same_seeds
 
 NUM_RUNS = 10  # of a result (mlperf_logging.benchmark_meta)
@@ -54,17 +55,25 @@ VERSIONS = {"mosaicml": "Composer", "mosaicml-streaming": "Streaming", "diffuser
 VERSIONS |= {"cuda": "CUDA", "cudnn": "cuDNN"}
 
 
+@dataclass(frozen=True)
+class ReportKeys:
+    """The keys of this command."""
+
+    out: str = "mlperf_report"
+    """Folder of the submission."""
+
+
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    keys = dict(word.split("=", 1) for word in argv if "=" in word and not Path(word).exists())
-    places = [word for word in argv if "=" not in word or Path(word).exists()]
-    problems = [f"{key}: unknown key. Possible: out=FOLDER." for key in keys if key != "out"]
-    problems += [f"{place} is no folder. Give runs: runs/NAME ..." for place in places if not Path(place).is_dir()]
-    problems += ["out: nothing given. Give a folder: out=FOLDER."] if keys.get("out") == "" else []
-    if problems:
-        raise ConfigError(problems)
-    combine(places, Path(keys.get("out", "mlperf_report")))
+    places, keys = read_words(
+        argv,
+        ReportKeys,
+        lambda places: [
+            f"{place} is no folder. Give runs: runs/NAME ..." for place in places if not Path(place).is_dir()
+        ],
+    )
+    combine(places, Path(keys.out))
     return 0
 
 
@@ -76,26 +85,17 @@ def combine(places: Sequence[str], out: Path) -> None:
         Refused: `out` cannot be written.
     """
     runs, broken = read_runs(places)
+    fix = "A result needs one configuration and ten seeds: leave one of them out."
     with_log = [run for run in runs if run.values("seed")]
-    problems = []
-    if broken and not runs:
-        problems += [f"{text}. No run is left. Repair it, or give other runs: runs/NAME ..." for text in broken]
-    elif not runs:
-        problems.append(f"{', '.join(places) or 'nothing'}: no run (config.yaml). Give runs: runs/NAME ...")
-    if with_log:
-        fix = "A result needs one configuration and ten seeds: leave one of them out."
-        problems += [f"{text}. {fix}" for text in [*differences(with_log), *same_seeds(with_log)]]
-    for text in broken if runs else ():
-        log.info(f"{text}. Left out.")
+    problems = [f"{text}. {fix}" for text in [*differences(with_log), *same_seeds(with_log)]] if with_log else []
+    if not runs:
+        no_run = f"{', '.join(places) or 'nothing'}: no run (config.yaml)"
+        problems = [f"{text}. No run is left. Give others: runs/NAME ..." for text in broken or [no_run]]
     if problems:
         raise ConfigError(problems)
-    try:
-        report(runs, out)
-    except BrokenPipeError:  # the reader of the pipe has closed it
-        raise
-    except OSError as error:
-        given = f"out: {error.filename or out} cannot be written: {error.strerror}"
-        raise Refused(f"{given}. Give a folder that this user may write in: out=FOLDER.") from error
+    for text in broken:
+        log.info(f"{text}. Left out.")
+    report(runs, out)
 
 
 def read_runs(places: Sequence[str]) -> tuple[list[Run], list[str]]:
@@ -105,11 +105,8 @@ def read_runs(places: Sequence[str]) -> tuple[list[Run], list[str]]:
         folder = Path(place).resolve()
         try:
             run = read_run(folder)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             broken.append(str(error))
-            continue
-        except OSError as error:
-            broken.append(f"{error.filename} cannot be read: {error.strerror}")
             continue
         if run is None:
             log.info(f"{place}: not a run, it has no config.yaml. Left out.")
@@ -120,19 +117,20 @@ def read_runs(places: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 def report(runs: Sequence[Run], out: Path) -> None:
     """Print the verdict on each run and on the result; write the submission."""
-    counted = []
+    problems = {run.folder: run.problem() for run in runs}
     for run in runs:
-        problem = run.problem()
-        if problem is None:
-            counted.append(run)
-        else:
+        if problem := problems[run.folder]:
             print(f"run={run.name} left out: {problem}.")
-    counted.sort(key=lambda run: run.seed)
-    if counted:
-        print(table(counted))
+    counted = sorted((run for run in runs if problems[run.folder] is None), key=lambda run: run.seed)
+    if not counted:
+        return
+    print(table(counted))
+    try:
         folder = write_submission(counted, out)
-        print_result(counted, folder)
-    print_standings(runs)
+    except OSError as error:
+        given = f"out: {error.filename or out} cannot be written: {error.strerror}"
+        raise Refused(f"{given}. Give a folder that this user may write in: out=FOLDER.") from error
+    print_result(counted, folder)
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -188,18 +186,6 @@ def print_result(runs: Sequence[Run], folder: Path) -> None:
         print(f"result: {minutes:.4f} minutes, {division} division, ruleset {ruleset}.")
 
 
-def print_standings(runs: Sequence[Run]) -> None:
-    """Compare the last evaluation of each run with the reference."""
-    bands = read_bands()
-    for run in (run for run in runs if run.evaluations):
-        last = run.evaluations[-1]
-        if run.rules.is_late:
-            print(f"{run.label} {standing(last, run.config['global_batch_size'], bands)}.")
-        else:
-            figures = ", ".join(f"{key}={last[key]:.6g}" for key in run.rules.target if last[key] is not None)
-            print(f"{run.label} at {last['images']:,} images: {figures}. The reference published no curve of it.")
-
-
 # --- a submission's folders ---
 
 
@@ -242,12 +228,10 @@ def write_submission(runs: Sequence[Run], out: Path) -> Path:
 def _read_system(path: Path) -> dict[str, Any]:
     """Return the system description of an earlier report, or nothing."""
     try:
-        content = json.loads(read_regular(path)) if path.is_file() else {}
-    except (OSError, ValueError):
-        content = None
-    if not isinstance(content, dict):
+        return {**json.loads(read_regular(path))} if path.is_file() else {}
+    except (OSError, ValueError, TypeError):
         log.info(f"{path} cannot be read. It is written again.")
-    return content if isinstance(content, dict) else {}
+        return {}
 
 
 def system_of(run: Run) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from record.config_file import CONFIG, read_config
 from record.history import read_history
-from record.mlperf_events import NAME, events_to_fault, is_number
+from record.mlperf_events import NAME, events_to_fault
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,6 @@ RULES = {
 NETWORKS = {"inception": "inception-2015-12-05", "clip_model": "ViT-H-14"}
 """The benchmark's networks, as the line of an evaluation names them."""
 
-RANDOM = ("inception", "CLIP")
-"""random-inception and random-CLIP are networks of random weights, for trials."""
-
 # Keys in which two runs of one result may differ.
 MAY_DIFFER = (
     *("run_name", "run_folder", "seed", "max_duration", "data.local", "loggers.", "measure.", "eval.batch_size"),
@@ -51,7 +48,6 @@ MAY_DIFFER = (
 )
 SAME_MACHINE = ("device", "num_devices")
 """Keys of environment.json in which they may not."""
-NUM_SHOWN = 6  # differing keys that are named for a run
 
 
 @dataclass(frozen=True)
@@ -60,10 +56,8 @@ class Run:
 
     folder: Path
     config: Mapping[str, Any]
-    """Key -> value of config.yaml and later.yaml; one with `${...}` as the summary has it."""
+    """Key -> value of config.yaml and later.yaml."""
     environment: Mapping[str, Any]
-    recorded: Sequence[Mapping[str, Any]]
-    """The evaluations and validations of metrics.jsonl, without partial scores."""
     events: Sequence[Mapping[str, Any]] | None
     """Events of the MLPerf log, up to the first that cannot be read; None: there is no log."""
     fault: str | None = None
@@ -118,39 +112,14 @@ class Run:
         return [found[images] for images in sorted(found)]
 
     @property
-    def _of_target(self) -> list[Mapping[str, Any]]:
-        """The evaluations of the record, or its validations where the target is their loss."""
-        return [line for line in self.recorded if bool(line.get("validation")) != self.rules.is_late]
-
-    @property
-    def evaluations(self) -> list[dict[str, Any]]:
-        """The same, with the evaluations of metrics.jsonl that the log does not have."""
-        keys = ("images", *self.rules.target)
-        found = {line["images"]: {key: line.get(key) for key in keys} for line in self._of_target}
-        found |= {line["images"]: line for line in self.logged}
-        return [found[images] for images in sorted(found)]
-
-    @property
     def foreign_scores(self) -> list[str]:
         """Reasons why its scores do not compare with the reference's."""
-        nums = [line.get("num_images", line.get("num_samples")) for line in self._of_target]
-        num = next(iter([*self.values("eval_samples"), *nums]), None)
-        of_scores = ("inception", "clip") if self.rules.is_late else ()  # a loss is measured without them
-        networks = [key for key in of_scores if self.config.get(f"eval.{key}") == "random"]
-        lines = [*self._of_target, *(event["metadata"] for event in self.events or () if event["key"] == "eval_stop")]
-        others = {line[key] for line in lines for key, name in NETWORKS.items() if line.get(key, name) != name}
-        what = "score" if self.rules.is_late else "validation"
-        said = [f"{num:,} images a {what}"] if num not in (None, self.rules.num_images) else []
-        said += [f"random {' and '.join(networks)}"] if networks else []
-        others -= {None, *(f"random-{name}" for name in RANDOM if name.lower() in networks)}  # their key names them
-        return said + ([f"scored by {' and '.join(sorted(others))}"] if others else [])
-
-    @property
-    def label(self) -> str:
-        """Name and global batch, with these reasons."""
-        fixture = ["a fixture"] if self.values("fixture") else []
-        said = [f"batch {self.config['global_batch_size']}", *fixture, *self.foreign_scores]
-        return f"{self.name} ({', '.join(said)})"
+        num = next(iter(self.values("eval_samples")), self.rules.num_images)
+        ends = [event["metadata"] for event in self.events or () if event["key"] == "eval_stop"]
+        others = sorted({end[key] for end in ends for key, name in NETWORKS.items() if end.get(key, name) != name})
+        found = [f"{num:,} images a {'score' if self.rules.is_late else 'validation'}"]
+        found = [] if num == self.rules.num_images else found
+        return found + ([f"scored by {' and '.join(others)}"] if others else [])
 
     @property
     def first_pass(self) -> dict[str, Any] | None:
@@ -281,14 +250,8 @@ def read_run(folder: Path) -> Run | None:
     for text in history.missing:
         if "cannot be read" in text or text.startswith(str(folder)):
             raise ValueError(f"{folder}/{text.removeprefix(f'{folder}/').rstrip('.')}")
-    variables = {key for key, value in history.config.items() if isinstance(value, str) and "${" in value}
-    config = {**read_config(folder), **{key: history.summary[key] for key in variables & history.summary.keys()}}
-    if not is_number(config.get("global_batch_size")):
-        raise ValueError(f"{folder / CONFIG} has no global_batch_size: it is no run's")
-    lines = [*history.evaluations, *history.validations]
-    recorded = [line for line in lines if is_number(line.get("images")) and not line.get("partial")]
     events, fault = events_to_fault(folder / NAME)
-    return Run(folder, config, history.environment, recorded, events, fault)
+    return Run(folder, read_config(folder), history.environment, events, fault)
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
@@ -300,12 +263,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
         differing |= _differing(first.environment, run.environment, SAME_MACHINE)
         if not differing and run.header:  # the configuration may have changed since the log began
             differing = _differing(first.header, run.header, first.header)
-        said = [
-            f"{key}: {a} in {first.folder}, {b} in {run.folder}" for key, (a, b) in [*differing.items()][:NUM_SHOWN]
-        ]
-        if rest := list(differing)[NUM_SHOWN:]:
-            said.append(f"{run.folder}: {len(rest)} more keys differ from {first.folder}, e.g. {rest[0]}")
-        found += said
+        found += [f"{key}: {a} in {first.folder}, {b} in {run.folder}" for key, (a, b) in differing.items()]
     return found
 
 
@@ -315,13 +273,9 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], keys: Iterabl
 
 def same_seeds(runs: Sequence[Run]) -> list[str]:
     """Say which runs share a seed."""
-    first: dict[int, Run] = {}
-    found = []
-    for run in runs:
-        other = first.setdefault(run.seed, run)
-        if other is not run:
-            found.append(f"seed: {run.seed} in {other.folder} and in {run.folder}")
-    return found
+    first = {run.seed: run for run in reversed(runs)}
+    same = [(run, other) for run in runs if (other := first[run.seed]) is not run]
+    return [f"seed: {run.seed} in {other.folder} and in {run.folder}" for run, other in same]
 
 
 def olympic_mean(values: Sequence[float], num_failed: int = 0) -> float | None:

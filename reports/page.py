@@ -17,18 +17,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cli.command import command
 from cli.errors import ConfigError, Refused
 from cli.files import write_whole
-from cli.limits import kind_of_path, shown, text_possible
 from record.history import History, is_run, read_history
 from record.standing import runs_under
-from reports import index, page_compare, page_facts
+from reports import index, page_facts
 from reports.index import PAGE
+from reports.marks import read_words
 from reports.page_charts import groups_of
 from reports.page_plots import NUM_COLOURS, svg_of, table_of
 from reports.page_samples import samples_of
@@ -82,11 +82,11 @@ def html_of(runs: Sequence[History], *, now: float | None = None) -> str:
         runs=told,
         several=several,
         groups=[(group, [(plot, svg_of(plot), table_of(plot)) for plot in group.plots]) for group in groups_of(runs)],
-        results=page_compare.results(runs) if several else [],
-        not_comparable=page_compare.not_comparable(runs) if several else [],
+        results=page_facts.results(runs) if several else [],
+        not_comparable=page_facts.not_comparable(runs) if several else [],
         differences=[
-            ("Configuration", page_compare.differing_config(runs)),
-            ("Environment", page_compare.differing_environment(runs)),
+            ("Configuration", page_facts.differing([run.config for run in runs], page_facts.OWN_KEYS)),
+            ("Environment", page_facts.differing([run.environment for run in runs], ("schema",))),
         ]
         if several
         else [],
@@ -106,9 +106,7 @@ def _told_apart(runs: Sequence[History]) -> list[History]:
 
 
 def _title(names: Sequence[str]) -> str:
-    if len(names) > 4:
-        return f"{len(names)} runs"
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return f"{len(names)} runs" if len(names) > 4 else " and ".join(names)
 
 
 def _told(run: History, place: int, num: int) -> dict[str, Any]:
@@ -145,29 +143,30 @@ def _sections(config: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, 
     return {section: keys for section, keys in found.items() if keys}
 
 
+@dataclass(frozen=True)
+class PageKeys:
+    """The keys of this command."""
+
+    out: str | None = None
+    """The file. null: in the run's folder, or of several in the current one."""
+
+
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    folders = [word for word in argv if "=" not in word or kind_of_path(word) == "folder"]
-    keys = dict(word.split("=", 1) for word in argv if word not in folders)
-    places = list(dict.fromkeys(map(Path, folders)))
-    problems = [
-        f"command line: '{shown(word)}' is not a path. Possible: {text}."
-        for word in argv
-        if (text := text_possible(word))
-    ]
-    problems += [f"{key}: unknown key. Possible: out=FILE." for key in keys if key != "out"]
-    problems += ["out: nothing given. Give a file: out=FILE."] if keys.get("out") == "" else []
-    if not 0 < len(places) <= MOST_RUNS or "" in argv:
-        given = f"command line: {len([word for word in folders if word])} runs given"
-        problems.append(f"{given}. Possible: 1 to {MOST_RUNS} on a page. Give their folders: runs/NAME.")
-    if problems:
-        raise ConfigError(problems)
+
+    def wrong(places: Sequence[str]) -> list[str]:
+        given = f"command line: {len(places)} runs given"
+        text = f"{given}. Possible: 1 to {MOST_RUNS} on a page. Give their folders: runs/NAME."
+        return [] if 0 < len(places) <= MOST_RUNS else [text]
+
+    words, keys = read_words(argv, PageKeys, wrong)
+    places, out = list(dict.fromkeys(map(Path, words))), keys.out
     if len(places) == 1 and not is_run(places[0]) and runs_under(places[0]):
         text = index.html_of(places[0], runs_under(places[0]))
-        print(f"written: {_written(Path(keys.get('out', places[0] / index.INDEX)), text)}")
+        print(f"written: {_written(Path(out or places[0] / index.INDEX), text)}")
     else:
-        print(f"written: {write(places, Path(keys['out']) if 'out' in keys else None)}")
+        print(f"written: {write(places, Path(out) if out else None)}")
     return 0
 
 

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from record.files import CLOCKS
 from record.history import History, Line, number_of
-from reports.mlperf_band import Band, read_bands, standing
-from reports.page_plots import NUM_COLOURS, Array, Plot, Series, smoothed, thinned
-from reports.page_text import figure, plain
+from reports.page_plots import MOST_POINTS, NUM_COLOURS, Array, Plot, Series, thinned
+from reports.page_text import plain
 
 LABELS = {"fid": "FID", "clip": "CLIP score (mean cosine)"}
 SIDE = {"fid": "at most", "clip": "at least", "val_loss": "at most"}
 IMAGES = "images seen"
 CLOCK_NAMES = dict(zip(CLOCKS, ("training", "waiting for data", "evaluation", "checkpoints and the rest"), strict=True))
 CLOCK_COLOURS = dict(zip(CLOCKS, ("s0", "s5", "s1", "s7"), strict=True))
-UNITS = ((7200.0, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-Bands = Mapping[int, Mapping[str, Band]]
-MOST_SPANS, MOST_STREAMS = 300, NUM_COLOURS
+REFERENCE = Path(__file__).with_name("mlperf_reference_runs.csv")
+"""Every published run of MLPerf's reference: 14 at a global batch of 512, 13 at 1024, 13 at 2048.
+
+Source: the README of mlcommons/training at aa344c7f, retired_benchmarks/stable_diffusion/. The learning rate is 1.25e-7 per
+image in all of them.
+"""
+NUM_MEANS = 100  # of a figure that differs much between neighboring windows
 WIDE_RANGE = 30.0  # greatest over least: from there on an axis is logarithmic
-SMOOTH_FROM = 30  # windows
 
 
 class Group(NamedTuple):
@@ -33,15 +36,12 @@ class Group(NamedTuple):
     key: str
     title: str
     plots: Sequence[Plot]
-    note: str = ""
 
 
 def groups_of(runs: Sequence[History]) -> list[Group]:
     """Return the sections of plots that these runs have figures for."""
-    bands = read_bands()
-    quality = [*(_score(runs, key, bands) for key in LABELS), *_guidance(runs)]
     found = [
-        Group("quality", "Quality", quality, _band_note(runs, bands)),
+        Group("quality", "Quality", [_score(runs, key) for key in LABELS]),
         Group("learning", "Loss and learning", [*_losses(runs), *_validation(runs)]),
         Group("speed", "Speed and memory", _speed(runs)),
     ]
@@ -64,14 +64,22 @@ def column(lines: Sequence[Line], key: str) -> Array:
 # --- FID and CLIP score ---
 
 
-def _score(runs: Sequence[History], key: str, bands: Bands) -> Plot:
-    series = []
-    batches = {number_of(run.config, "global_batch_size") for run in runs if is_mlperf(run)}
-    for batch in [batch for batch in bands if batch in batches]:
-        band = bands[batch][key]
-        at, low, mean, high = (np.array(of, float) for of in (band.images, band.low, band.mean, band.high))
-        name = f"MLPerf reference, batch {batch}: {band.num_runs} runs"
-        series.append(Series(name, at, mean, low=low, high=high, kind="reference", colour="muted"))
+def reference_bands(key: str, batches: Collection[float | None]) -> list[Series]:
+    """Return the mean of a metric over the reference's runs, with its extremes, for each of these global batches."""
+    rows, found = np.genfromtxt(REFERENCE, delimiter=",", names=True), []
+    for batch in np.unique(rows["global_batch_size"]):
+        of = rows[rows["global_batch_size"] == batch]
+        if batch in batches:
+            images = np.unique(of["images"])
+            values = np.array([of[key][of["images"] == each] for each in images])
+            name = f"MLPerf reference, batch {batch:.0f}: {values.shape[1]} runs"
+            ends = {"low": values.min(1), "high": values.max(1)}
+            found.append(Series(name, images, values.mean(1), **ends, kind="reference", colour="muted"))
+    return found
+
+
+def _score(runs: Sequence[History], key: str) -> Plot:
+    series = reference_bands(key, {number_of(run.config, "global_batch_size") for run in runs if is_mlperf(run)})
     for place, run in enumerate(runs):
         own = _own(place, runs, "in training")
         series.append(_points(run.evaluations, key, **own))
@@ -114,87 +122,28 @@ def is_mlperf(run: History) -> bool:
     return run.config.get("model.family", "sd2") == "sd2" and (is_variant or run.config.get("mlperf.enabled") is True)
 
 
-def _band_note(runs: Sequence[History], bands: Bands) -> str:
-    """Say where the last evaluation of each run of the benchmark's model stands among the reference's."""
-    said = []
-    for run in runs:
-        lines = [line for line in run.evaluations if number_of(line, "images") is not None]
-        batch = number_of(run.config, "global_batch_size")
-        if is_mlperf(run) and lines and batch is not None:
-            last = {key: number_of(lines[-1], key) for key in LABELS} | {"images": int(lines[-1]["images"])}
-            text = standing(last, int(batch), bands)
-            said.append(f"{plain(run.name)}, {text}." if len(runs) > 1 else f"{text[0].upper()}{text[1:]}.")
-    return " ".join(said)
-
-
-def _guidance(runs: Sequence[History]) -> list[Plot]:
-    """FID over CLIP score, a line a model that was scored at several scales."""
-    series: list[Series] = []
-    for run in runs:
-        lines: dict[str, list[Line]] = {}
-        for row in run.scores:
-            if all(number_of(row, key) is not None for key in ("guidance", "fid", "clip")):
-                lines.setdefault(_way(row), []).append(row)
-        for way, rows in lines.items():
-            if len({row["guidance"] for row in rows}) > 1:
-                rows = sorted(rows, key=lambda row: row["guidance"])
-                labels = [f"{row['guidance']:g}" for row in rows]
-                name = way if len(runs) == 1 else f"{plain(run.name)}, {way}"
-                colour = f"s{len(series) % NUM_COLOURS}"
-                series.append(Series(name, column(rows, "clip"), column(rows, "fid"), colour, "points", labels=labels))
-    note = "The number at a point is the guidance scale; right and down is better."
-    return [Plot("guidance", "Guidance", LABELS["clip"], "FID", series, note=note)] if series else []
-
-
-def _way(row: Line) -> str:
-    images = number_of(row, "images")
-    parts = [f"{figure(int(images))} images" if images is not None else plain(row.get("model"))]
-    parts += [plain(row[key]) for key in ("weights", "sampler") if row.get(key)]
-    return ", ".join([*parts, *([f"{plain(row['steps'])} steps"] if row.get("steps") else [])])
-
-
 # --- loss ---
 
 
 def _losses(runs: Sequence[History]) -> list[Plot]:
-    plots = [_noisy(runs, "loss", "Training loss"), _plain(runs, "lr", "Learning rate", "learning rate")]
-    plots.append(_noisy(runs, "gradient_norm", "Gradient norm"))
+    plots = [_plain(runs, "loss", "Training loss", "loss", NUM_MEANS)]
     if len(runs) == 1 and len(runs[0].streams) > 1:
         images, streams = runs[0].windows["images"], list(runs[0].streams.items())
         series = [
-            _smooth(images, loss, name=plain(name), colour=f"s{place}")
-            for place, (name, loss) in enumerate(streams[:MOST_STREAMS])
+            thinned(plain(name), images, loss, NUM_MEANS, colour=f"s{place}")
+            for place, (name, loss) in enumerate(streams[:NUM_COLOURS])
         ]
-        note = f"The first {MOST_STREAMS} of {len(streams)} streams." if len(streams) > MOST_STREAMS else ""
-        plots.insert(1, Plot("streams", "Loss by stream", IMAGES, "loss", series, note=note))
-    return plots
+        note = f"The first {NUM_COLOURS} of {len(streams)} streams." if len(streams) > NUM_COLOURS else ""
+        plots.append(Plot("streams", "Loss by stream", IMAGES, "loss", series, note=note))
+    plots.append(_plain(runs, "lr", "Learning rate", "learning rate"))
+    return [*plots, _plain(runs, "gradient_norm", "Gradient norm", "gradient norm", NUM_MEANS)]
 
 
-def _plain(runs: Sequence[History], key: str, title: str, label: str) -> Plot:
-    series = [thinned(x=run.windows["images"], y=run.windows[key], **_own(at, runs)) for at, run in enumerate(runs)]
-    return Plot(key.replace("_", "-"), title, IMAGES, label, series)
-
-
-def _noisy(runs: Sequence[History], key: str, title: str) -> Plot:
-    """A figure that differs much between neighbours: each window faintly, over it the mean of many."""
-    series, note = [], ""
-    for place, run in enumerate(runs):
-        own, x, y = _own(place, runs), run.windows["images"], run.windows[key]
-        if np.isfinite(x + y).sum() >= SMOOTH_FROM:
-            name = f"{own['name']}, windows" if own["name"] else ""
-            series.append(thinned(name, x, y, kind="faint", colour=own["colour"]))
-            note = "Strong line: mean over a fortieth of the run's windows."
-        series.append(_smooth(x, y, **own))
-    label = key.replace("_", " ")
-    return Plot(key.replace("_", "-"), title, IMAGES, label, series, note=note, is_log=_is_wide(series))
-
-
-def _smooth(x: Array, y: Array, **own: Any) -> Series:
-    """Return a series with each point the mean of its neighbours, where there are many."""
-    there = np.isfinite(x) & np.isfinite(y)
-    if there.sum() >= SMOOTH_FROM:
-        x, y = x[there], smoothed(y[there], max(5, int(there.sum()) // 40))
-    return thinned(x=x, y=y, **own)
+def _plain(runs: Sequence[History], key: str, title: str, label: str, most: int = MOST_POINTS) -> Plot:
+    series = [
+        thinned(x=run.windows["images"], y=run.windows[key], most=most, **_own(at, runs)) for at, run in enumerate(runs)
+    ]
+    return Plot(key.replace("_", "-"), title, IMAGES, label, series, is_log=most == NUM_MEANS and _is_wide(series))
 
 
 def _is_wide(series: Sequence[Series]) -> bool:
@@ -206,78 +155,28 @@ def _is_wide(series: Sequence[Series]) -> bool:
 
 def _validation(runs: Sequence[History]) -> list[Plot]:
     losses = [_points(run.validations, "val_loss", **_own(place, runs)) for place, run in enumerate(runs)]
-    bins = []
-    for place, run in enumerate(runs):
-        lines = [
-            line for line in run.validations if isinstance(line.get("val_loss_bins"), list) and line["val_loss_bins"]
-        ]
-        shown = sorted({0, len(lines) // 2, len(lines) - 1}) if len(runs) == 1 else [len(lines) - 1]
-        for number, line in enumerate(lines[at] for at in shown if lines):
-            values = column([{"bin": value} for value in line["val_loss_bins"]], "bin")
-            inside = 0.0 if line.get("times") == "eighths" else 0.5  # at that time, or spread over a tenth of them
-            middles = (np.arange(len(values)) + inside) * 1000 / len(values)
-            own = _own(place, runs)
-            if len(runs) == 1:
-                own = {"name": f"at {figure(int(number_of(line, 'images') or 0))} images", "colour": f"s{number}"}
-            bins.append(thinned(x=middles, y=values, kind="points", **own))
-    title, label = "Validation loss by timestep", "timestep, of 1000"
-    return [
-        Plot("validation", "Validation loss", IMAGES, "loss on held-out samples", losses, _targets(runs, "val_loss")),
-        Plot("validation-by-time", title, label, "loss", bins, is_log=_is_wide(bins)),
-    ]
+    label, targets = "loss on held-out samples", _targets(runs, "val_loss")
+    return [Plot("validation", "Validation loss", IMAGES, label, losses, targets)]
 
 
 # --- speed, memory ---
 
 
 def _speed(runs: Sequence[History]) -> list[Plot]:
-    last = max((float(np.nanmax(run.windows["elapsed_sec"], initial=0.0)) for run in runs), default=0.0)
-    size, unit = next((size, unit) for least, size, unit in UNITS if last >= least)
-    elapsed, speeds = f"elapsed time ({unit}, all clocks)", []
+    speeds = []
     for place, run in enumerate(runs):
         measured = run.windows["warmup"] + run.windows["profiled"] == 0.0
         measured = measured if measured.any() else ~measured
-        x, y = run.windows["elapsed_sec"][measured] / size, run.windows["images_per_sec"][measured]
+        x, y = run.windows["images"][measured], run.windows["images_per_sec"][measured]
         speeds.append(thinned(x=x, y=y, **_own(place, runs)))
     memory = _plain(runs, "peak_mem_gib", "Peak memory", "GiB")
     note = "Of the training clock alone, without warm-up windows."
-    speed = Plot("images-per-sec", "Throughput", elapsed, "images/s", speeds, note=note, y_range=_from_zero(speeds))
-    plots = [speed, replace(memory, y_range=_from_zero(memory.series))]
-    if len(runs) == 1:
-        windows = runs[0].windows
-        plots[0] = replace(speed, spans=_evaluation_spans(windows, size), marks=_resumes(windows, size))
-        plots.insert(1, _clocks(windows, size, elapsed))
-    return plots
+    return [
+        Plot("images-per-sec", "Throughput", IMAGES, "images/s", speeds, note=note, y_range=_from_zero(speeds)),
+        replace(memory, y_range=_from_zero(memory.series)),
+    ]
 
 
 def _from_zero(series: Sequence[Series]) -> tuple[float, float] | None:
     top = max((float(of.highs.max()) for of in series if len(of.y)), default=0.0)
     return (0.0, 1.08 * top) if top > 0.0 else None
-
-
-def _evaluation_spans(windows: Mapping[str, Array], size: float) -> list[tuple[float, float]]:
-    """Return where evaluations lie on the axis of time; a window begins with what came after the one before it."""
-    seconds = np.nan_to_num(windows["eval_sec"])
-    begins = windows["elapsed_sec"] - np.nansum([windows[clock] for clock in CLOCKS], axis=0)
-    places = np.flatnonzero((seconds > 0.0) & np.isfinite(begins))
-    return [(begins[n] / size, (begins[n] + seconds[n]) / size) for n in places] if len(places) <= MOST_SPANS else []
-
-
-def _resumes(windows: Mapping[str, Array], size: float) -> list[float]:
-    places = np.flatnonzero(np.diff(windows["start"]) > 0.0) + 1
-    return [float(windows["elapsed_sec"][n] / size) for n in places][:MOST_SPANS]
-
-
-def _clocks(windows: Mapping[str, Array], size: float, label: str, most: int = 80) -> Plot:
-    """Shares of the four clocks over time."""
-    clocks = np.nan_to_num([windows[clock] for clock in CLOCKS])
-    there = np.isfinite(windows["elapsed_sec"]) & (clocks.sum(axis=0) > 0.0)
-    clocks, at = clocks[:, there], windows["elapsed_sec"][there] / size
-    if len(at) > most:
-        begins = np.linspace(0, len(at), most, endpoint=False).astype(int)
-        clocks = np.add.reduceat(clocks, begins, axis=1)
-        at = np.add.reduceat(at, begins) / np.diff([*begins, len(at)])
-    shares = 100.0 * clocks / np.maximum(clocks.sum(axis=0), 1e-12)
-    looks = zip(CLOCK_NAMES.values(), shares, CLOCK_COLOURS.values(), strict=True)
-    series = [Series(name, at, part, colour, "area") for name, part, colour in looks]
-    return Plot("clocks", "Where the time went", label, "% of a window's time", series, y_range=(0.0, 100.0))

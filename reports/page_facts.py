@@ -1,9 +1,11 @@
-"""What a run came to, in words and figures: its result and target, speed, time and cost, starts and faults."""
+"""What a run came to, in words and figures: its result and target, speed, time and cost, starts and faults.
+
+Of several runs: their results with ratios to the first, what differs, and what does not compare.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ from record import standing
 from record.files import CLOCKS
 from record.history import History, Line, number_of
 from reports.page_charts import CLOCK_COLOURS, CLOCK_NAMES, LABELS, SIDE
+from reports.page_plots import tick
 from reports.page_text import NONE, TIMES, figure, moment, plain, share, span
 
 MOST_ROWS = 50  # of bad samples, and of starts at either end
@@ -40,11 +43,10 @@ class Result(NamedTuple):
 
 
 class Card(NamedTuple):
-    """A figure that stands by itself. value: with its unit; hint: what it is to be held against."""
+    """A figure that stands by itself. hint: what it is to be held against."""
 
     label: str
     value: str
-    unit: str = ""
     hint: str = ""
 
 
@@ -61,26 +63,16 @@ def sentence_of(run: History) -> str:
         return "What was trained is not known: there is no config.yaml."
     trained = number_of(summary, "trained_parameters")
     model = [plain(preset or NONE), *([plain(variant)] if variant not in (None, "stock") else [])]
-    model += [f"{_parameters(trained)} trained parameters"] if trained else []
+    model += [f"{tick(float(f'{trained:.3g}'))} trained parameters"] if trained else []
     data = plain(config.get("data.stage") or "data")
     data += f" from {plain(config['data.remote'])}" if config.get("data.remote") else ""
     data = "synthetic data" if config.get("data.synthetic") else data
-    parts = [f"{plain(family)} ({', '.join(model)})", f"{data} at {size_of(config.get('image_size'))}"]
+    size = config.get("image_size")
+    sides = size if isinstance(size, list) else [size, size]
+    parts = [f"{plain(family)} ({', '.join(model)})", f"{data} at {f' {TIMES} '.join(map(plain, sides))} px"]
     parts.append(f"global batch {figure(config.get('global_batch_size'))}")
     parts += [plain(config["precision"])] if config.get("precision") else []
     return f"{', '.join(parts)}, on {device_of(run)}."
-
-
-def _parameters(number: float) -> str:
-    sizes = ((1e9, " G"), (1e6, " M"), (1e3, " k"), (0.0, ""))
-    size, unit = next((size or 1.0, unit) for size, unit in sizes if number >= size)
-    return f"{number / size:.3g}{unit}"
-
-
-def size_of(value: Any) -> str:
-    """Return `image_size` in words: one number, or [width, height]."""
-    width, height = value if isinstance(value, list) and len(value) == 2 else (value, value)
-    return f"{plain(width)} {TIMES} {plain(height)} px" if value is not None else "an unknown size"
 
 
 def device_of(run: History) -> str:
@@ -129,34 +121,23 @@ def state_of(run: History) -> str:
 
 def result_of(run: History) -> Result:
     """Say how a run ended."""
-    state, target, line = state_of(run), target_of(run), reached_by(run)
+    state, target, line, scores = state_of(run), target_of(run), reached_by(run), scores_said(last_scores(run))
     goal = " and ".join(f"{_name(key)} {SIDE[key]} {value:g}" for key, value in target.items())
-    is_set = f"The target is {goal}." if goal else "No target was set."
+    goal = f"The target is {goal}." if goal else "No target was set."
     ended = f"{figure(int(images_of(run)))} images in {span(run.seconds)}"
     if state == "reached" and line is not None:
         words = (("seconds", "of training"), ("seconds_with_eval", "with evaluation"))
         times = [f"{span(value)} {text}" for key, text in words if (value := number_of(line, key)) is not None]
-        return Result(
-            state, f"{scores_said(line)} after {figure(_int(line, 'images'))} images: {', '.join(times)}. {is_set}"
-        )
-    if state in ("missed", "pending"):
-        scores = f"its last {'loss' if 'val_loss' in target else 'scores'}: {scores_said(last_scores(run))}."
-        later = f"composer eval.py {plain(run.folder)} scores its snapshots."
-        return Result(state, f"{is_set} The run ended after {ended}; {scores if state == 'missed' else later}")
-    if state == "finished":
-        scores = f" Its last scores: {scores_said(last_scores(run))}." if last_scores(run) else ""
-        is_set = f"The target is {goal}; whether it was met is not recorded." if goal else is_set
-        return Result(state, f"{ended}. {is_set}{scores}")
-    if state == "failed":
-        error = plain(run.starts[-1]["failed"])
-        return Result(state, f"{error}{'' if error.endswith(('.', ')')) else '.'} It had seen {ended}. {is_set}")
-    until = f"{ended} until {moment(run.changed_at)}. {is_set}"
-    if state == "running":
-        return Result(state, until)
-    if number_of(run.starts[-1] if run.starts else {}, "seconds") is not None:
-        until = f"{ended}. {is_set}"
-        return Result(state, f"A signal or an error ended its last process before the run's end: {until}")
-    return Result(state, f"Its last process was killed: {until}")
+        ended = f"{scores_said(line)} after {figure(_int(line, 'images'))} images: {', '.join(times)}"
+    elif state == "pending":
+        ended += f"; composer eval.py {plain(run.folder)} scores its snapshots"
+    elif state in ("missed", "finished"):
+        ended += f"; its last scores: {scores}" if scores != "none" else ""
+    elif state == "failed":
+        ended = f"{plain(run.starts[-1]['failed']).rstrip('.')}. It had seen {ended}"
+    else:
+        ended += f" until {moment(run.changed_at)}"
+    return Result(state, f"{ended}. {goal}")
 
 
 def last_scores(run: History) -> Line:
@@ -224,27 +205,16 @@ def figures_of(run: History) -> dict[str, float | None]:
 
 def cards_of(run: History) -> list[Card]:
     """Return the figures that stand on top."""
-    found, target = figures_of(run), target_of(run)
-    _, least, most = speed_of(run)
-    hints = {key: f"target {SIDE[key]} {value:g}" for key, value in target.items()}
-    device, rank = str(run.environment.get("device") or ""), number_of(run.summary, "slowest_rank")
-    over = number_of(run.summary, "slowest_rank_over_median")
-    host = f"{plain(run.summary.get('slowest_host'))}, {share(None if over is None else over - 1.0)} above the median"
-    memory = "resident" if device.startswith("CPU") else "of the fullest GPU" if device else ""
-    cards = [
-        Card("FID", figure(found["fid"]), "", hints.get("fid", "")),
-        Card("CLIP score", figure(found["clip"]), "", hints.get("clip", "")),
-        Card("Images seen", figure(found["images"])),
-        Card("Time", span(found["seconds"]), "", "all clocks of all starts"),
-        Card("Throughput", figure(found["images_per_sec"]), "images/s", f"{figure(least, 3)} to {figure(most, 3)}"),
-        Card("Training loss", figure(found["loss"]), "", "last window"),
-        Card("Validation loss", figure(found["val_loss"]), "", hints.get("val_loss", "last one")),
-        Card("Peak memory", figure(found["peak_mem_gib"], 3), "GiB", memory),
-        Card("Data wait", share(found["data_wait_frac"]), "", "of training and waiting"),
-        Card("MFU", share(found["mfu"])),
-        Card("Slowest rank", NONE if rank is None or over is None else figure(int(rank)), "", host),
-    ]
-    return [card for card in cards if card.value != NONE]
+    found, (_, least, most) = figures_of(run), speed_of(run)
+    hints = {key: f"target {SIDE[key]} {value:g}" for key, value in target_of(run).items()}
+    hints["images_per_sec"] = f"{figure(least, 3)} to {figure(most, 3)}"
+    known = [(key, *FIGURES[key]) for key in ON_TOP if found[key] is not None]
+    cards = [Card(name, formatted(found[key]), hints.get(key, "")) for key, name, formatted in known]
+    rank, over = (number_of(run.summary, key) for key in ("slowest_rank", "slowest_rank_over_median"))
+    if rank is not None and over is not None:
+        host = f"{plain(run.summary.get('slowest_host'))}, {share(over - 1.0)} above the median"
+        cards.append(Card("slowest rank", figure(int(rank)), host))
+    return cards
 
 
 # --- time and cost ---
@@ -264,26 +234,13 @@ def clock_shares(run: History) -> list[tuple[str, str, float, float]]:
 
 
 def times_of(run: History) -> list[tuple[str, str, str, str]]:
-    """Return (what, time, device-hours, cost) of the run so far, to the target, and to its end."""
+    """Return (what, time, device-hours, cost) of the run so far, and to the target."""
     devices, line, hours = number_of(run.environment, "num_devices"), reached_by(run) or {}, run.device_hours
     rows = [("the run" if run.summary else "so far", run.seconds, hours)]
     for name, key in (("training alone", "seconds"), ("with evaluation", "seconds_with_eval")):
         if (seconds := number_of(line, key)) is not None:
             rows.append((f"to the target, {name}", seconds, None if devices is None else seconds * devices / 3600.0))
-    images, whole = images_of(run), images_in_all(run)
-    if state_of(run) in ("running", "failed", "stopped") and whole and 0 < images < whole and run.seconds:
-        rest = None if hours is None else hours * whole / images
-        rows.append(("to max_duration, at this speed (estimate)", run.seconds * whole / images, rest))
     return [(name, span(seconds), figure(of), figure(cost_of(run, of))) for name, seconds, of in rows]
-
-
-def images_in_all(run: History) -> float | None:
-    """Return how many images max_duration is, or None where it is given in epochs."""
-    found = re.fullmatch(r"(\d{1,15})(ba|sp)", str(run.config.get("max_duration")))
-    batch = number_of(run.config, "global_batch_size")
-    if not found or (found[2] == "ba" and batch is None):
-        return None
-    return float(found[1]) * (batch or 0.0 if found[2] == "ba" else 1.0)
 
 
 # --- starts and faults ---
@@ -291,50 +248,33 @@ def images_in_all(run: History) -> float | None:
 
 def starts_of(run: History) -> list[list[str]]:
     """Return a row for each start: number, when, how it ended, how long, from which batch, on what, commit."""
-    rows = []
+    rows, is_running = [], standing.state_of(run.folder, run.starts, run.summary) == "running"
     for place, start in enumerate(run.starts):
         number = int(start["start"])
-        is_running = (
-            place == len(run.starts) - 1 and standing.state_of(run.folder, run.starts, run.summary) == "running"
-        )
-        end = "ended" if number_of(start, "seconds") is not None else "running" if is_running else "killed"
+        end = "running" if is_running and place == len(run.starts) - 1 else "killed"
+        end = "ended" if number_of(start, "seconds") is not None else end
         end = f"failed: {plain(start['failed'])}" if "failed" in start else end
         device = f"{figure(_int(start, 'num_devices'))} {TIMES} {plain(start.get('device'))}"
-        changed = _changed(run.starts[place - 1].get("how"), start.get("how")) if place else ""
-        came_to = [f"{end}{changed}", span(run.seconds_of.get(number))]
-        on = [figure(_int(start, "batch")), device, plain(start.get("commit"))[:12]]
-        rows.append([str(number), moment(start.get("unix_time")), *came_to, *on])
+        rows.append([str(number), moment(start.get("unix_time")), end, span(run.seconds_of.get(number))])
+        rows[-1] += [figure(_int(start, "batch")), device, plain(start.get("commit"))[:12]]
     return rows if len(rows) <= 2 * MOST_ROWS else [*rows[:MOST_ROWS], ["…"] * 7, *rows[-MOST_ROWS:]]
-
-
-def _changed(before: Any, now: Any) -> str:
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        return ""
-    keys = [key for key in now if before.get(key) != now[key] and key in before]
-    return "".join(f"; {plain(key)}: {plain(before[key])} → {plain(now[key])}" for key in keys)
 
 
 def faults_of(run: History) -> list[str]:
     """Return a sentence for each thing that went wrong and is on record."""
-    failed, partial = (
-        sum("failed" in start for start in run.starts),
-        sum(e.get("partial") is True for e in run.evaluations),
-    )
-    batches = [int(value) for line in run.cut if (value := number_of(line, "batch")) is not None]
-    ends = f"batch {figure(min(batches))} to {figure(max(batches))}" if batches else ""
-    names = {
-        plain(name)
-        for line in (*run.starts, run.summary)
-        for key in ("lost", "history_lost")
-        for name in _list(line.get(key))
-    }
-    lost = f"A start found parts of its own record missing: {', '.join(sorted(names))}."
+    failed = sum("failed" in start for start in run.starts)
+    partial = sum(line.get("partial") is True for line in run.evaluations)
+    lost = [line.get(key) for line in (*run.starts, run.summary) for key in ("lost", "history_lost")]
+    names = sorted({plain(name) for of in lost if isinstance(of, list) for name in of})
     missed = number_of(run.summary, "points_not_evaluated") or 0.0
     found = [
         (failed, f"Starts that ended with an error: {failed:,}."),
         (len(run.starts) > 1, f"Resumes: {len(run.starts) - 1:,}."),
-        (batches, f"{len(batches):,} windows were trained again or closed anew after a resume ({ends})."),
-        (names, f"{lost} Figures over the whole run are incomplete."),
+        (run.cut, f"{len(run.cut):,} windows were trained again or closed anew after a resume."),
+        (
+            names,
+            f"A start found parts of its own record missing: {', '.join(names)}. Figures of the run are incomplete.",
+        ),
         (run.bad_samples, f"{len(run.bad_samples):,} samples could not be used and were left out of training."),
         (missed, f"{missed:,.0f} evaluation points were not evaluated: the target may have been met before."),
         (partial, f"{partial:,} evaluations are of some of the prompts only: they are no score, and meet no target."),
@@ -345,10 +285,114 @@ def faults_of(run: History) -> list[str]:
     return [text for is_so, text in found if is_so]
 
 
-def _list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else ()
-
-
 def bad_samples_of(run: History) -> list[list[str]]:
     """Return a row for each of the first unusable samples."""
     return [[plain(line.get(key)) for key in ("sample", "key", "reason")] for line in run.bad_samples[:MOST_ROWS]]
+
+
+# --- several runs beside each other ---
+
+ABSENT = "not there"
+OWN_KEYS = ("run_name", "run_folder")
+"""What every run has for itself."""
+FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "fid": ("FID", figure),
+    "clip": ("CLIP score", figure),
+    "images_to_target": ("images to the target", figure),
+    "seconds_to_target": ("training to the target", span),
+    "seconds_with_eval_to_target": ("time to the target, with evaluation", span),
+    "images": ("images seen", figure),
+    "seconds": ("time, all clocks", span),
+    "images_per_sec": ("images/s", figure),
+    "images_per_sec_per_device": ("images/s a device", figure),
+    "mfu": ("MFU", share),
+    "data_wait_frac": ("data wait", share),
+    "peak_mem_gib": ("peak memory, GiB", figure),
+    "loss": ("training loss, last window", figure),
+    "val_loss": ("validation loss, last", figure),
+    "device_hours": ("device-hours", figure),
+    "cost": ("cost", figure),
+}
+"""Figure -> its name, and how it is written."""
+ON_TOP = (
+    "fid",
+    "clip",
+    "images",
+    "seconds",
+    "images_per_sec",
+    "loss",
+    "val_loss",
+    "peak_mem_gib",
+    "data_wait_frac",
+    "mfu",
+)
+OF_SCORES = ("prompts_sha256", "num_prompts", "image_size", "eval_image_size", "partial")
+DECIDE = {
+    "FIDs": ("statistics_sha256", "inception_fingerprint", "resize", *OF_SCORES),
+    "CLIP scores": ("clip_fingerprint", *OF_SCORES),
+    "Losses": ("model.family", "objective.prediction", "objective.weighting", "objective.timesteps", "image_size"),
+    "Validation losses": ("stage_sha256", "num_samples", "times"),
+    "Images/s": ("model.family", "model.preset", "image_size", "device"),
+    "Scores": ("guidance", "steps", "sampler", "weights"),
+}
+"""Figures -> the keys in which runs have to agree, so that these figures compare."""
+
+
+class Row(NamedTuple):
+    """A row of a table: (text, hint) for each run."""
+
+    name: str
+    cells: Sequence[tuple[str, str | None]]
+
+
+def results(runs: Sequence[History]) -> list[Row]:
+    """Return the figures of all runs that any of them has, each with its ratio to the first run's."""
+    found = [figures_of(run) for run in runs]
+    rows = [Row("result", [(result_of(run).head, "" if place else None) for place, run in enumerate(runs)])]
+    for key, (name, formatted) in FIGURES.items():
+        values = [of.get(key) for of in found]
+        texts = [NONE if value is None else formatted(value) for value in values]
+        if any(value is not None for value in values):
+            rows.append(Row(name, [(text, _ratio(values, place)) for place, text in enumerate(texts)]))
+    return rows
+
+
+def _ratio(values: Sequence[float | None], place: int) -> str | None:
+    """Return a value's ratio to the first run's, nothing where there is none, None for the first run itself."""
+    first, value = values[0], values[place]
+    if not place:
+        return None
+    return f"{TIMES} {figure(value / first, 3)}" if first and value is not None else ""
+
+
+def differing(all_of: Sequence[Mapping[str, Any]], without: Sequence[str] = ()) -> list[Row]:
+    """Return the keys that are not the same in all of several mappings, in their order; an empty one differs in none."""
+    keys = dict.fromkeys(key for of in all_of for key in of if key not in without)
+    rows = []
+    for key in keys:
+        values = [of.get(key, _ABSENT) for of in all_of]
+        told = [value for of, value in zip(all_of, values, strict=True) if of]
+        if any(value != told[0] or (value is _ABSENT) != (told[0] is _ABSENT) for value in told):
+            rows.append(Row(key, [(ABSENT if value is _ABSENT else plain(value), None) for value in values]))
+    return rows
+
+
+_ABSENT = object()
+
+
+def not_comparable(runs: Sequence[History]) -> list[str]:
+    """Say which figures do not compare between these runs, and why."""
+    scored = [run.evaluations[-1] for run in runs if run.evaluations]
+    validated = [{"times": "thousandths", **run.validations[-1]} for run in runs if run.validations]
+    settings = [{**run.config, **run.environment} for run in runs]
+    found = []
+    for what, keys in DECIDE.items():
+        lines = {"Losses": settings, "Images/s": settings, "Validation losses": validated}.get(what, scored)
+        if why := [key for key in keys if _differs(lines, key)]:
+            found.append(f"{what} do not compare: {', '.join(why)} differ.")
+    return found
+
+
+def _differs(lines: Sequence[Line], key: str) -> bool:
+    values = [line[key] for line in lines if key in line]
+    return any(value != values[0] for value in values)

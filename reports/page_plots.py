@@ -45,7 +45,7 @@ STYLE: dict[str, Any] = {
 }
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 Array = np.ndarray
-Kind = Literal["line", "points", "reference", "faint", "area"]
+Kind = Literal["line", "points", "reference"]
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,6 @@ class Series:
     kind: Kind = "line"
     low: Array | None = None
     high: Array | None = None
-    labels: Sequence[str] = ()
-    """Written at its points."""
     dash: int = 0
 
     @property
@@ -86,10 +84,6 @@ class Plot:
     series: Sequence[Series]
     targets: Sequence[tuple[float, str]] = ()
     """(value, words) of horizontal lines."""
-    spans: Sequence[tuple[float, float]] = ()
-    """(from, to) on x of what is shaded: evaluations."""
-    marks: Sequence[float] = ()
-    """Places on x of resumes."""
     note: str = ""
     is_log: bool = False
     y_range: tuple[float, float] | None = None
@@ -104,12 +98,10 @@ class Plot:
         named = [
             (series.colour, "dashed" if series.dash else series.kind, series.name)
             for series in self.series
-            if series.name and len(series.x) and series.kind != "faint"
+            if series.name and len(series.x)
         ]
         found = [*dict.fromkeys(named)] if len(named) > 1 or "reference" in [kind for _, kind, _ in named] else []
-        found += [("ink", "target", words) for _, words in self.targets]
-        found += [("grid", "span", "evaluation")] if self.spans else []
-        return found + ([("muted", "mark", "resume")] if self.marks else [])
+        return found + [("ink", "target", words) for _, words in self.targets]
 
 
 # --- thinning ---
@@ -167,14 +159,8 @@ def svg_of(plot: Plot) -> Markup:
         axes = drawn.add_subplot()
         axes.grid(axis="y")
         axes.tick_params(length=0)
-        for begin, end in plot.spans:
-            axes.axvspan(begin, end, color=COLOURS["grid"], alpha=0.55, linewidth=0.0)
-        for mark in plot.marks:
-            axes.axvline(mark, color=COLOURS["muted"], linewidth=1.0, linestyle=(0, (1, 2)))
-        if plot.series and plot.series[0].kind == "area":
-            _draw_areas(axes, plot.series)
         for series in plot.series:
-            _draw(axes, series, breaks=[*(end for _, end in plot.spans), *plot.marks])
+            _draw(axes, series)
         for value, _ in plot.targets:
             axes.axhline(value, color=COLOURS["ink"], linewidth=1.2, linestyle=(0, (4, 3)))
         _scale(axes, plot)
@@ -183,10 +169,9 @@ def svg_of(plot: Plot) -> Markup:
     return Markup(_for_page(file.getvalue(), plot))
 
 
-def _draw(axes: Any, series: Series, breaks: Sequence[float] = ()) -> None:
-    """Draw a series; its line is broken before each of `breaks`, where something else took the time."""
+def _draw(axes: Any, series: Series) -> None:
     colour = COLOURS[series.colour]
-    if series.kind == "area" or not len(series.x):
+    if not len(series.x):
         return
     if series.low is not None:
         axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.25, linewidth=0.0)
@@ -195,24 +180,9 @@ def _draw(axes: Any, series: Series, breaks: Sequence[float] = ()) -> None:
         style |= {"marker": "o", "markersize": 4.0, "linewidth": 1.4}
     elif series.kind == "reference":
         style |= {"linewidth": 1.2}
-    elif series.kind == "faint":
-        style |= {"linewidth": 0.7, "alpha": 0.45, "linestyle": "-"}
     elif len(series.x) == 1:
         style |= {"marker": "o", "markersize": 4.0}
-    places = np.searchsorted(series.x, breaks)
-    axes.plot(np.insert(series.x, places, math.nan), np.insert(series.y, places, math.nan), color=colour, **style)
-    for x, y, label in zip(series.x, series.y, series.labels, strict=False):
-        place = {"textcoords": "offset points", "xytext": (5, 5), "fontsize": 9.0}
-        axes.annotate(label, (x, y), color=COLOURS["muted"], **place)
-
-
-def _draw_areas(axes: Any, areas: Sequence[Series]) -> None:
-    """Draw shares of a whole over each other."""
-    floor = np.zeros(len(areas[0].x))
-    for series in areas:
-        axes.fill_between(series.x, floor, floor + series.y, step="mid", color=COLOURS[series.colour], linewidth=0.0)
-        floor = floor + series.y
-    axes.margins(x=0.0)
+    axes.plot(series.x, series.y, color=colour, **style)
 
 
 def _scale(axes: Any, plot: Plot) -> None:
@@ -279,16 +249,15 @@ class Table(NamedTuple):
 def table_of(plot: Plot) -> Table:
     """Return the figures of a plot, thinned once more where they are many: a mean then, with the least and the greatest."""
     shown = [series for series in plot.series if len(series.x)]
-    thin = [s if s.labels else thinned(s.name, s.x, s.y, MOST_ROWS, s.low, s.high) for s in shown]
-    is_named, rows = len(shown) > 1 or any(series.labels for series in shown), []
+    thin = [thinned(s.name, s.x, s.y, MOST_ROWS, s.low, s.high) for s in shown]
+    is_named, rows = len(shown) > 1, []
     bands = any(series.low is not None for series in thin)
     for series in thin:
-        for place, (x, *values) in enumerate(zip(series.x, series.y, series.lows, series.highs, strict=True)):
+        for x, *values in zip(series.x, series.y, series.lows, series.highs, strict=True):
             cells = [_whole(float(x)), *(figure(float(value), 6) for value in values[: 3 if bands else 1])]
             if bands and series.low is None:
                 cells[2:] = ["", ""]
-            label = f" ({series.labels[place]})" if series.labels else ""
-            rows.append([f"{series.name}{label}", *cells] if is_named else cells)
+            rows.append([series.name, *cells] if is_named else cells)
     head = [*["series"] * is_named, plot.x_label, plot.y_label, *["least", "greatest"] * bands]
     return Table(head, rows)
 

@@ -54,27 +54,22 @@ def samples_of(run: History, most_bytes: int) -> Samples | None:
         return None
     found: list[Grid] = []
     left_out: list[str] = []
-    size, last = (0, 0), _embedded(run.grids[-1][1])
+    size, room, last = (0, 0), most_bytes, _embedded(run.grids[-1][1])
     each = len(last[0]) + len(last[1] or "") if last else most_bytes
     for place in spread(len(run.grids), max(1, min(MOST_GRIDS, most_bytes // each))):
         images, path = run.grids[place]
         if (packed := _embedded(path)) is None:
             left_out.append(f"{path.name} cannot be read.")
             continue
-        address, film, own_size = packed
-        room = most_bytes - len(address) - sum(len(grid.address) + len(grid.film or "") for grid in found)
-        if film and len(film) > room >= 0:
+        address, film, size = packed
+        if film and len(film) > room - len(address) >= 0:
             left_out.append(f"{path.with_suffix('.gif').name} is too large for this page.")
             film = None
-        if room >= 0:
+        if (left := room - len(address) - len(film or "")) >= 0:
             found.append(Grid(images, address, film))
-            size = own_size
-    if not found:
-        return Samples([], [], 0, 0, left_out or ["The sample grids are too large for this page."])
+            room = left
     if len(found) + len(left_out) < len(run.grids):
         left_out.append(f"{len(found):,} of {len(run.grids):,} sample grids are shown, evenly over training.")
-    if len(run.captions) > MOST_CAPTIONS:
-        left_out.append(f"{MOST_CAPTIONS} of {len(run.captions):,} captions are shown.")
     return Samples(found, [plain(caption) for caption in run.captions[:MOST_CAPTIONS]], *size, left_out)
 
 

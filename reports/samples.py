@@ -5,10 +5,7 @@
 
 GRID.png: a grid of callbacks/sample_grid.py, about square, an image for each line of CAPTIONS.txt, row by row.
 
-    tile_px     width of an image in OUT.png, 128
-    columns     images in a row of OUT.png, 8
-    gap_px      between two images of GRID.png, 2
-    most        images of OUT.png, the first ones; 4096
+    tile_px, columns, gap_px, most      see SamplesKeys
 
 The picture of the README is made by `make report`.
 Exit code: 0, or 2 where a file cannot be read or is not such a grid.
@@ -19,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -26,6 +24,8 @@ from PIL import Image, ImageDraw, ImageFont
 from cli.command import command
 from cli.errors import Refused
 from cli.files import open_regular, read_regular
+from cli.limits import limited
+from reports.marks import read_words
 
 MARGIN_PX, FONT_PX, LINE_PX, MAX_LINES = 10, 16, 18, 6
 
@@ -83,31 +83,36 @@ def captioned(tiles: Sequence[Image.Image], captions: Sequence[str], tile_px: in
     return picture
 
 
+@dataclass(frozen=True)
+class SamplesKeys:
+    """The keys of this command."""
+
+    tile_px: int = limited(128, 1, 4096)
+    """Width of an image in OUT.png."""
+    columns: int = limited(8, 1, 4096)
+    """Images in a row of OUT.png."""
+    gap_px: int = limited(2, 0, 4096)
+    """Between two images of GRID.png."""
+    most: int = limited(4096, 1, 4096)
+    """Images of OUT.png, the first ones."""
+
+
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    sizes = {"tile_px": 128, "columns": 8, "gap_px": 2, "most": 4096}
-    places = [word for word in argv if word.partition("=")[0] not in sizes]
+    text = "command line: Give three places: GRID.png CAPTIONS.txt OUT.png."
+    places, keys = read_words(argv, SamplesKeys, lambda places: [] if len(places) == 3 else [text])
+    grid_path, captions_path, out = map(Path, places)
     try:
-        if len(places) != 3:
-            raise ValueError(
-                f"command line: {len(places)} given. Possible: three places. Give GRID.png CAPTIONS.txt OUT.png."
-            )
-        for key, _, value in (word.partition("=") for word in argv if word not in places):
-            least = 0 if key == "gap_px" else 1
-            if not (value.isdecimal() and least <= int(value) <= 4096):
-                raise ValueError(f"{key}: '{value}'. Possible: {least} to 4,096. Give such a number.")
-            sizes[key] = int(value)
-        captions = read_regular(Path(places[1])).decode().splitlines()
-        with open_regular(Path(places[0])) as file, Image.open(file) as grid:
-            tiles = tiles_of(grid.convert("RGB"), len(captions), sizes["gap_px"])
-        most = sizes["most"]
-        picture = captioned(tiles[:most], captions[:most], sizes["tile_px"], sizes["columns"])
-        Path(places[2]).parent.mkdir(parents=True, exist_ok=True)
-        picture.save(places[2], optimize=True)
+        captions = read_regular(captions_path).decode().splitlines()
+        with open_regular(grid_path) as file, Image.open(file) as grid:
+            tiles = tiles_of(grid.convert("RGB"), len(captions), keys.gap_px)
+        picture = captioned(tiles[: keys.most], captions[: keys.most], keys.tile_px, keys.columns)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(out, optimize=True)
     except (OSError, ValueError) as error:
         raise Refused(str(error)) from error
-    print(f"written: {places[2]}")
+    print(f"written: {out}")
     return 0
 
 

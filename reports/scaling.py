@@ -10,20 +10,13 @@ Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from cli.command import command
-from cli.errors import Refused
-from cli.files import read_json
-from cli.table import as_table
-from reports.marks import rewrite
-from reports.record_table import Row, Table
+from reports.marks import Record, Row, Table, in_markdown, in_text, show_record
 from reports.scaling_pictures import draw
-from reports.tables import in_markdown
 
-Record = Mapping[str, Any]
 Head = tuple[str, ...]
 ENDS = ("", "_low", "_high")
 MOSAICML, MOSAICML_PRICE = "mosaicml_online_512", 160_000 / 79_000  # USD an A100-hour, of January 2023
@@ -231,8 +224,7 @@ def text_of(record: Record) -> str:
     """Format a record for the terminal."""
     parts = []
     for section in sections_of(record):
-        table = as_table(section.table.head, section.table.rows, section.table.align)
-        parts += [f"=== {section.heading}", section.table.title, table, *section.notes, ""]
+        parts += [f"=== {section.heading}", in_text(section.table), *section.notes, ""]
     return "\n".join(parts)
 
 
@@ -245,34 +237,10 @@ def markdown_of(record: Record) -> str:
     return "\n".join([*parts, "", ""])
 
 
-def read_record(place: str) -> dict[str, Any]:
-    """Read a record. Raises ValueError: it is none."""
-    try:
-        record: dict[str, Any] = read_json(Path(place))
-        text_of(record)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        what = f"no record of preflight.scaling ({type(error).__name__}: {error})"
-        raise ValueError(f"{place}: is {what}. Give its scaling.json.") from error
-    return record
-
-
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if len(argv) not in (1, 3) or not argv[0].endswith(".json") or not all(word.endswith(".md") for word in argv[2:]):
-        raise Refused(f"command line: {' '.join(argv)}. Possible: RECORD.json, or RECORD.json FOLDER PAGE.md.")
-    try:
-        record = read_record(argv[0])
-        rewrite(argv[2:], argv[0], markdown_of(record))
-        for folder in argv[1:2]:
-            draw(record, Path(folder))
-    except OSError as error:
-        raise Refused(f"{error.filename}: {error.strerror}. Check the path.") from error
-    except ValueError as error:
-        raise Refused(str(error)) from error
-    if len(argv) == 1:
-        print(text_of(record))
-    return 0
+    return show_record(argv, "preflight.scaling", text_of, markdown_of, draw, "RECORD.json, FOLDER, PAGE.md")
 
 
 if __name__ == "__main__":

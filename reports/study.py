@@ -20,26 +20,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cli.command import command
-from cli.table import as_table
-from reports.marks import show_record
+from reports.marks import Record, Row, Table, in_markdown, in_text, show_record
 from reports.page_plots import smoothed
-from reports.record_table import Row, Table
-from reports.tables import about, in_markdown
+from reports.tables import about
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     Lines = Mapping[str, "np.ndarray"]
 
-Record = Mapping[str, Any]
 Run = Mapping[str, Any]
 
 SCHEMA = 1
-"""Of record.json (sweeps/record.py)."""
+"""Of record.json (sweeps/table.py)."""
 SEED, OK = "seed", "ok"
 QUALITY = (("val_loss", "validation loss", ".4f"), ("fid", "FID", ".1f"), ("clip", "CLIP score", ".3f"))
 SPEED = (("images_per_sec_per_device", "images/s a device", ".4g"),)
-MOST_LINES, MOST_PANELS = 12, 4
+MOST_PANELS = 4
 SMOOTH_WINDOWS = 5
 COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
 DPI = 120
@@ -130,8 +127,7 @@ def text_of(record: Record) -> str:
     """Format a record for the terminal. Raises ValueError: it is of another schema."""
     if record["schema"] != SCHEMA:
         raise ValueError(f"its schema is {record['schema']}; possible: {SCHEMA}, else the code of its commit")
-    table = table_of(record)
-    return "\n".join([about(record), table.title, as_table(table.head, table.rows, table.align)])
+    return f"{about(record)}\n{in_text(table_of(record))}"
 
 
 def markdown_of(record: Record) -> str:
@@ -195,13 +191,12 @@ def draw(record: Record, path: Path) -> None:
 
     own = [key for key in record["axes"] if key in _of_points(record)]
     others = [key for key in record["axes"] if key not in (*own, SEED)]
-    panels = groups_of(record["runs"], others if own else [])
-    shown = dict(itertools.islice(panels.items(), MOST_PANELS))
+    shown = dict(itertools.islice(groups_of(record["runs"], others if own else []).items(), MOST_PANELS))
     lines = own or others
     losses = [losses_of(of, lines) for of in shown.values()]
     below = [differences_of(record, of, lines) for of in shown.values()]
     labels = list(dict.fromkeys(label for bands in losses for label in bands))
-    looks = {label: _look(number) for number, label in enumerate(labels[:MOST_LINES])}
+    looks = dict(zip(labels, itertools.product(("-", "--"), COLOURS), strict=False))
     num_rows, num = 2 if any(below) else 1, len(shown)
     size = (max(8, 5.5 * num), 1 + 3.6 * num_rows)
     figure, axes = pyplot.subplots(num_rows, num, squeeze=False, figsize=size, layout="constrained")
@@ -214,21 +209,13 @@ def draw(record: Record, path: Path) -> None:
         axes[-1, column].set_xlabel("images seen")
     if len(labels) > 1:  # a panel may lack a line: its runs did not end well
         lines_of = {line.get_label(): line for panel in axes[0] for line in panel.get_lines()}
-        title = f"{MOST_LINES} of {len(labels)}" if len(labels) > MOST_LINES else None
-        axes[0, -1].legend([lines_of[label] for label in looks], [*looks], fontsize=7, title=title)
-    if len(panels) > MOST_PANELS:
-        figure.suptitle(f"{MOST_PANELS} of {len(panels)}", fontsize=9)
+        axes[0, -1].legend([lines_of[label] for label in looks], [*looks], fontsize=7)
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
 
 
-def _look(number: int) -> tuple[str, str]:
-    """Return colour and style of a line, of which no two of MOST_LINES have the same."""
-    return COLOURS[number % len(COLOURS)], ("-", "--")[number // len(COLOURS)]
-
-
 def _draw(axes: Axes, bands: Lines, looks: Mapping[str, tuple[str, str]], what: str) -> None:
-    for label, (colour, style) in looks.items():
+    for label, (style, colour) in looks.items():
         if label not in bands:
             continue
         images, mean, least, greatest = bands[label]
@@ -244,7 +231,7 @@ def _draw(axes: Axes, bands: Lines, looks: Mapping[str, tuple[str, str]], what: 
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    return show_record(argv, "sweep.py", text_of, markdown_of, draw)
+    return show_record(argv, "sweep.py", text_of, markdown_of, draw, "RECORD.json, OUT.png, PAGE.md")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from cli.command import command
-from cli.table import as_table
-from reports.marks import show_record
-from reports.record_table import Record, Row, Table, spread
+from reports.marks import Record, Row, Table, in_markdown, in_text, show_record, spread
 
 # --- bench.step ---
 
@@ -147,24 +145,12 @@ def about(record: Record) -> str:
 
 def text_of(record: Record) -> str:
     """Format a record for the terminal."""
-    table = TABLES[record["measured"]](record)
-    return "\n".join([about(record), table.title, as_table(table.head, table.rows, table.align)])
+    return f"{about(record)}\n{in_text(TABLES[record['measured']](record))}"
 
 
 def markdown_of(record: Record) -> str:
     """Format a record for a page."""
-    table = TABLES[record["measured"]](record)
-    return "\n".join(["", in_markdown(table._replace(title=f"{about(record)} {table.title}")), ""])
-
-
-def in_markdown(table: Table) -> str:
-    """Format a table for a page, with an empty line at its end."""
-    sides = tuple("---:" if side == "r" else "---" for side in table.align)
-    rows = (
-        "| " + " | ".join("-" if cell is None else cell for cell in row) + " |"
-        for row in (table.head, sides, *table.rows)
-    )
-    return "\n".join([table.title, "", *rows, ""])
+    return f"\n{about(record)} {in_markdown(TABLES[record['measured']](record))}\n"
 
 
 @command(__doc__)

@@ -1,30 +1,27 @@
 """Make the dashboard of a project at W&B: a workspace view with the figures of record/metric_names.py.
 
     python -m reports.wandb_dashboard ENTITY/PROJECT
-    python -m reports.wandb_dashboard ENTITY/PROJECT grouped=true out=dashboard.json
+    python -m reports.wandb_dashboard ENTITY/PROJECT grouped=true
 
     grouped     true: a line for each group of runs, as those of several seeds, with its range
-    out         write the view's JSON into a file instead of sending it; asks no server
 
-It needs wandb-workspaces (requirements/loggers.lock), and a login at W&B unless `out` is given. Each call makes another view.
+It needs wandb-workspaces (requirements/loggers.lock), and a login at W&B. Each call makes another view.
 Exit code: 0, or 2 where a word is not known, the package is missing or W&B does not take the view.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cli.command import command
 from cli.errors import Refused
-from cli.files import write_whole
-from cli.private_api import require_private_api
 from record.metric_names import FILM, IMAGES, SAMPLES, bins_named
+from reports.marks import read_words
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -103,41 +100,32 @@ def workspace(entity: str, project: str, *, grouped: bool = False) -> Workspace:
     )
 
 
-def as_json(view: Workspace) -> dict[str, Any]:
-    """Return what the server is sent."""
-    require_private_api(
-        "wandb_workspaces.workspaces", "Workspace._to_model", why="the dashboard is written without a server"
-    )
-    return json.loads(view._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
+@dataclass(frozen=True)
+class DashboardKeys:
+    """The keys of this command."""
+
+    grouped: bool = False
+    """A line for each group of runs."""
 
 
 @command(__doc__)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    keys, possible = dict(word.partition("=")[::2] for word in argv[1:]), "ENTITY/PROJECT, then grouped=true, out=FILE"
-    is_grouped = keys.get("grouped", "false")
-    is_known = {*keys} <= {"grouped", "out"} and all(keys.values()) and is_grouped in ("true", "false")
-    if not is_known or not re.fullmatch(r"[^/=\s]+/[^/=\s]+", argv[0]):
-        raise Refused(f"command line: '{' '.join(argv)}'. Possible: {possible}.")
+    text = f"command line: '{' '.join(argv)}'. Possible: ENTITY/PROJECT, then grouped=true."
+    is_name = re.compile(r"[^/=\s]+/[^/=\s]+").fullmatch
+    places, keys = read_words(
+        argv, DashboardKeys, lambda places: [] if len(places) == 1 and is_name(places[0]) else [text]
+    )
     if importlib.util.find_spec("wandb_workspaces") is None:
         todo = "Run: pip install --no-deps -r requirements/loggers.lock"
         raise Refused(f"wandb-workspaces is not installed, which the dashboard is made with. {todo}.")
-    view = workspace(*argv[0].split("/"), grouped=is_grouped == "true")
-    if "out" in keys:
-        path = Path(keys["out"])
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(as_json(view), indent=2) + "\n")
-        except OSError as error:
-            raise Refused(f"out: {path} cannot be written: {error.strerror}. Give another file.") from error
-        print(f"written: {path}")
-        return 0
+    view = workspace(*places[0].split("/"), grouped=keys.grouped)
     try:
         print(f"made: {view.save().url}")
     except Exception as error:  # of W&B's client, requests, GraphQL
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        todo = "Look at `wandb login` and at the name, or write it to a file: out=dashboard.json"
-        raise Refused(f"{argv[0]}: W&B has not taken the view: {why.rstrip('.')}. {todo}.") from error
+        todo = "Look at `wandb login` and at the name"
+        raise Refused(f"{places[0]}: W&B has not taken the view: {why.rstrip('.')}. {todo}.") from error
     return 0
 
 

@@ -13,13 +13,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from cli.command_line import Assignment, CommandLine, leaves, parse_command_line, read_value, read_yaml
 from cli.errors import ConfigError
-from cli.files import read_regular
 from cli.limits import file_problem, given_as, kind_of_path, limited, shown
 from config import count, load, schema_keys
 from training.run_config import ALIASES
@@ -41,8 +40,6 @@ class SweepKeys:
     """Key -> list of its values, an axis. The runs are all combinations. The first axis changes slowest."""
     points: Any = None
     """A list of key -> value, in place of a product. With a matrix: each of them with each of its combinations."""
-    grows: list[str] | None = None
-    """Axes of numbers along which a run takes only more memory. Larger runs than one that ran out of memory are left out."""
     limit_sec: int = limited(3600, 1)
     """Seconds of a run; then it is ended."""
     max_runs: int = limited(64, 1, 10_000)
@@ -63,10 +60,6 @@ class SweepCommand(SweepKeys):
     """status:STATUS: run those rows again, and no others. status:error: all that ran and are not ok."""
     runs: str = "runs"
     """Folder of all runs: the sweep is in sweeps/NAME there."""
-    launch: Literal["local", "slurm"] = "local"
-    """Where the runs go: local, this machine; slurm, an array job, and a later call reads what became of it."""
-    sbatch: list[str] | None = None
-    """With launch=slurm: options of sbatch, as [--partition=gpu,--gpus-per-node=8]."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +67,6 @@ class Sweep:
     """What a file and a command line ask for."""
 
     path: Path
-    digest: str
-    """Of the file's bytes, as they were read."""
     own: SweepCommand
     typed: tuple[str, ...]
     """Words of the command line that each run has."""
@@ -96,20 +87,8 @@ class Sweep:
         return tuple(self.own.keys or ())
 
     @property
-    def grows(self) -> tuple[str, ...]:
-        """Axes along which a run takes only more memory."""
-        return tuple(self.own.grows or ())
-
-    @property
     def folder(self) -> Path:
         return Path(self.own.runs).resolve() / "sweeps" / self.name
-
-    def is_changed(self) -> bool:
-        """True where the file is another one by now."""
-        try:
-            return _digest(read_regular(self.path)) != self.digest
-        except OSError:
-            return True
 
 
 def read_sweep(argv: Sequence[str]) -> Sweep:
@@ -120,13 +99,7 @@ def read_sweep(argv: Sequence[str]) -> Sweep:
         there = ", ".join(sorted(map(str, Path("yamls/sweeps").glob("*.yaml"))))
         given = "command line: no sweep given" if path is None else f"{shown(path, 300)}: no such file"
         raise ConfigError([f"{given}. {f'Known: {there}' if there else 'Give the file of a sweep'}."])
-    try:
-        content = read_regular(Path(path))
-    except OSError as error:
-        raise ConfigError(
-            [f"{shown(path, 300)} cannot be read: {error.strerror}. Give the file of a sweep."]
-        ) from error
-    tree, matrix, points = _parts(path, content)
+    tree, matrix, points = _parts(path)
     names = schema_keys(SweepCommand)
     at_line = [at for at in command_line.assignments if at.key in names]
     given = [Assignment(path, key, value, key) for key, value in tree.items()]
@@ -145,7 +118,6 @@ def read_sweep(argv: Sequence[str]) -> Sweep:
     of_points = {key: _once([point[key] for point in points if key in point]) for key in varying if key not in axes}
     return Sweep(
         path=Path(path),
-        digest=_digest(content),
         own=own,
         typed=tuple(f"{at.key}={at.raw if at.raw is not None else as_word(at.value)}" for at in others),
         axes={**axes, **of_points},
@@ -154,20 +126,16 @@ def read_sweep(argv: Sequence[str]) -> Sweep:
     )
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def _once(values: Sequence[Any]) -> list[Any]:
     return [value for number, value in enumerate(values) if value not in values[:number]]
 
 
-def _parts(path: str, content: bytes) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+def _parts(path: str) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     """Return a file's keys of one value, its matrix and its points. Raises ConfigError: it is none of this form."""
-    wanted = "Wanted: yaml, keys, matrix or points, and limit_sec, max_runs, ranks, jobs, grows"
+    wanted = "Wanted: yaml, keys, matrix or points, and limit_sec, max_runs, ranks, jobs"
     if problems := read_yaml(path)[1]:
         raise ConfigError([f"{problem.text} {wanted}." for problem in problems])
-    tree: Any = OmegaConf.to_container(OmegaConf.create(content.decode()))
+    tree: Any = OmegaConf.to_container(OmegaConf.load(path))
     matrix, points = tree.pop("matrix", None) or {}, tree.pop("points", None)
     points = [] if points is None else points
     if not isinstance(matrix, dict):
@@ -202,25 +170,11 @@ def _problems(
     named |= {at.key: "command line" for at in others}
     fixed = [(where, key) for key, where in named.items() if key in OWN_OF_EACH]
     found += [f"{where}: {key} is given, but each run of a sweep has its own. Leave it out." for where, key in fixed]
-    for key in own.grows or ():
-        values = [*axes.get(key, []), *(point[key] for point in points if key in point)]
-        if not values:
-            known = ", ".join([*axes, *sorted(of_points)])
-            found.append(f"{path}: grows: {shown(key)} is no axis of the sweep. Possible: {known}.")
-        elif bad := [value for value in values if not _is_size(value)]:
-            found.append(f"{path}: grows: {key} has the value {given_as(bad[0])}. Possible: numbers alone.")
     num = math.prod(map(len, axes.values())) * max(1, len(points))
     if num > own.max_runs:
-        sizes = " x ".join(f"{len(values):,}" for values in [*axes.values(), *([points] if points else [])])
-        given = f"{path}: {sizes} are {count(num, 'run')}" if " x " in sizes else f"{path}: {count(num, 'run')}"
-        found.append(f"{given}. Possible: max_runs={own.max_runs} at most. Shorten an axis, or raise max_runs.")
+        possible = f"max_runs={own.max_runs} at most. Shorten an axis, or raise max_runs"
+        found.append(f"{path}: {count(num, 'run')}. Possible: {possible}.")
     return found
-
-
-def _is_size(value: Any) -> bool:
-    """True for a number, and for a list of them, as image_size takes it."""
-    parts = value if isinstance(value, list) and value else [value]
-    return all(isinstance(part, int | float) and not isinstance(part, bool) for part in parts)
 
 
 def as_word(value: Any) -> str:
@@ -261,7 +215,7 @@ def _names(points: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str
     for point in points:
         name = "_".join(f"{called[key]}-{_in_name(value)}" for key, value in point.items())
         if len(name) > MAX_LABEL:
-            name = f"{name[:MAX_LABEL]}-{_digest(name.encode())[:8]}"
+            name = f"{name[:MAX_LABEL]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
         found.append(name)
     return [name if found.count(name) == 1 else f"{name}-{found[:n].count(name) + 1}" for n, name in enumerate(found)]
 

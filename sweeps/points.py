@@ -28,8 +28,6 @@ from training.run_config import ALIASES, RunConfig, as_tried, resolve
 PLAN = "memory: "
 """How the problem begins that a run needs more than there is."""
 NOT_OF_IDENTITY = ("run_name", "run_folder", "loggers.")
-SAME_MEMORY = ("seed",)
-"""Keys that change nothing of a run's memory."""
 
 
 @dataclass(frozen=True)
@@ -80,21 +78,12 @@ def _of_points(text: str, names: Sequence[str], num: int) -> str:
 
 
 def _gpus_problem(sweep: Sweep) -> str | None:
-    """Say that this machine has not the GPUs for one run, or for so many side by side.
-
-    None: it has, or has no GPU at all, or they run elsewhere.
-    """
-    gpus, ranks, jobs = torch.cuda.device_count(), sweep.own.ranks, sweep.own.jobs
-    if not torch.cuda.is_available() or sweep.own.launch == "slurm":
+    """Say that this machine has not the GPUs for the runs side by side. None: it has, or has no GPU at all."""
+    gpus, ranks, jobs = torch.cuda.device_count(), sweep.own.ranks, sweep.own.jobs or 1
+    if not torch.cuda.is_available() or jobs * ranks <= gpus:
         return None
-    if ranks > gpus:
-        possible = "ranks=1" if gpus == 1 else f"ranks=1 to {gpus}"
-        given = f"{sweep.path}: ranks is {ranks}, and this machine has {count(gpus, 'GPU')}"
-        return f"{given}. Possible here: {possible}. Give ranks={gpus}, or run it on a machine with {ranks}."
-    if jobs is not None and jobs * ranks > gpus:
-        given = f"jobs is {jobs}: with ranks={ranks} they take {jobs * ranks} GPUs, and this machine has {gpus}"
-        return f"{sweep.path}: {given}. Possible here: jobs=1 to {gpus // ranks}. Leave it out for the most."
-    return None
+    given = f"{sweep.path}: ranks is {ranks} and jobs {jobs}, and this machine has {count(gpus, 'GPU')}"
+    return f"{given}. Give fewer, or run it on a machine with {jobs * ranks}."
 
 
 @contextlib.contextmanager
@@ -113,21 +102,11 @@ def _ranks(num: int) -> Iterator[None]:
 
 
 def _resolved(sweep: Sweep, name: str, values: Mapping[str, Any], code: str) -> Point:
-    own = (
-        f"run_folder={sweep.folder}",
-        f"run_name={name}",
-        "loggers.progress_bar=false",
-        f"loggers.group={sweep.name}",
-    )
+    own = (f"run_folder={sweep.folder}", f"run_name={name}", "loggers.progress_bar=false")
+    group, file = (f"loggers.group={sweep.name}",), str(sweep.path)
     varying = tuple(f"{key}={as_word(value)}" for key, value in values.items())
     # The group first: a sweep may have one of its own.
-    parts = [
-        (own[3:], ""),
-        (sweep.keys, str(sweep.path)),
-        (sweep.typed, ""),
-        (varying, str(sweep.path)),
-        (own[:3], ""),
-    ]
+    parts = [(group, ""), (sweep.keys, file), (sweep.typed, ""), (varying, file), (own, "")]
     read = [(parse_command_line(words, ALIASES), where) for words, where in parts]
     assignments = [replace(at, where=where or at.where) for line, where in read for at in line.assignments]
     problems = [problem for line, _ in read for problem in line.problems]
@@ -183,28 +162,3 @@ def _identity(config: RunConfig, ranks: int, code: str) -> str:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-
-
-# --- memory ---
-
-
-def is_larger(point: Point, other: Point, grows: Sequence[str]) -> bool:
-    """True where a point can only take more memory than another: it is larger along some of `grows`, and else the same."""
-    keys = {*point.values, *other.values} - {*SAME_MEMORY}
-    if any(key not in point.values or key not in other.values for key in keys):
-        return False
-    pairs = [(_sizes(point.values[key]), _sizes(other.values[key])) for key in keys if key in grows]
-    is_same = all(point.values[key] == other.values[key] for key in keys if key not in grows)
-    are_of_one_form = all(len(own) == len(theirs) for own, theirs in pairs)
-    sides = [side for own, theirs in pairs for side in zip(own, theirs, strict=False)]
-    is_more = any(a > b for a, b in sides) and all(a >= b for a, b in sides)
-    return is_same and are_of_one_form and is_more
-
-
-def by_size(points: Sequence[Point], grows: Sequence[str]) -> list[Point]:
-    """Return the points with smaller ones first, so that one that runs out of memory spares the larger ones."""
-    return sorted(points, key=lambda point: [_sizes(point.values.get(key, 0)) for key in grows])
-
-
-def _sizes(value: Any) -> list[float]:
-    return [float(part) for part in value] if isinstance(value, list) else [float(value)]

@@ -26,7 +26,7 @@ from record.files import STARTS, SUMMARY, read_lines
 from stages.mixture import StreamConfig
 from sweeps.file import Sweep, as_word
 from sweeps.points import Point
-from sweeps.state import GOES_ON, LOGS, OK, STARTED, State
+from sweeps.state import LOGS, OK, STARTED, State
 from training.run_config import RunConfig
 
 POLL_SEC = 0.2
@@ -35,9 +35,6 @@ READ_BYTES = 200_000  # of the end of what a run said
 MAX_MESSAGE = 300
 TRAIN, SCORE = (str(processes.ROOT / name) for name in ("benchmark.py", "eval.py"))
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-Commands = Callable[[Point, int], Sequence[Sequence[str]]]
-"""A point, and the number of its place among those that run side by side -> what runs it."""
 
 
 @dataclass
@@ -65,23 +62,16 @@ class Runner:
     """Runs points, some side by side, until all have ended or a signal has come.
 
     on_end: is told each that has ended, its status and seconds, and how many are left.
-    commands: what runs a point, one after the other.
     """
 
     sweep: Sweep
-    points: Sequence[Point]
     state: State
     on_end: Callable[[Point, str, float, int], None]
-    commands: Commands | None = None
     stopped: int | None = field(default=None, init=False)
     """Number of the signal that has come."""
 
-    def run(self, wanted: Sequence[Point], only_these: bool = False) -> None:
-        """Run these points in this order.
-
-        Args:
-            only_these: also those that ended before, see State.status_of.
-        """
+    def run(self, wanted: Sequence[Point]) -> None:
+        """Run these points in this order."""
         waiting, active, slots = list(wanted), [], slots_of(self.sweep)
         with self._heard():
             try:
@@ -89,21 +79,15 @@ class Runner:
                     free = [slot for slot in range(len(slots)) if slot not in [one.slot for one in active]]
                     while waiting and free and self.stopped is None:
                         point = waiting.pop(0)
-                        if only_these or self._is_due(point):
-                            active.append(self._begin(point, free[0], slots[free.pop(0)]))
+                        active.append(self._begin(point, free[0], slots[free.pop(0)]))
                     time.sleep(POLL_SEC)
                     for one in [one for one in active if self._is_over(one)]:
                         active.remove(one)
-                        left = sum(only_these or self._is_due(point) for point in waiting) + len(active)
-                        self.on_end(one.point, *one.ended, left)
+                        self.on_end(one.point, *one.ended, len(waiting) + len(active))
             finally:
                 for one in active:  # their lines say that they have begun: the next call resumes them
                     processes.end(one.process, GRACE_SEC if self.stopped is not None else 0.0)
                     one.output.close()
-
-    def _is_due(self, point: Point) -> bool:
-        """False for one that an out-of-memory of this call has spared."""
-        return self.state.status_of(point, self.points, self.sweep.grows)[0] in GOES_ON
 
     def _begin(self, point: Point, slot: int, variables: dict[str, str]) -> Running:
         self.state.put_aside(point)
@@ -111,7 +95,7 @@ class Runner:
         logs = self.sweep.folder / LOGS
         logs.mkdir(exist_ok=True)
         output = open(logs / f"{point.name}.txt", "ab")  # noqa: SIM115  # until the run has ended
-        first, *others = (self.commands or self.commands_of)(point, slot)
+        first, *others = self.commands_of(point, slot)
         process = processes.begin(first, output, folder=Path.cwd(), variables=variables)
         return Running(point, slot, variables, process, output, time.monotonic(), others, output.tell(), code)
 

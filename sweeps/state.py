@@ -10,20 +10,20 @@ NAME/sweep.jsonl        the lines; the last one of a run counts
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cli.files import write_whole
 from cli.log import log
 from record.files import SUMMARY, append_lines, as_lines, read_lines
-from sweeps.points import Point, is_larger
+from sweeps.points import Point
 
 STATE, LOGS, STALE = "sweep.jsonl", "logs", "stale"
 STARTED = "started"
-OK, OVER_PLAN, LARGER, PENDING, OLD = "ok", "over_plan", "larger_than_oom", "pending", "stale"
+OK, OVER_PLAN, PENDING, OLD = "ok", "over_plan", "pending", "stale"
 ERRORS = ("refused", "out_of_memory", "timeout", "failed", "killed")
-STATUSES = (OK, *ERRORS, LARGER, OVER_PLAN, PENDING, OLD)
+STATUSES = (OK, *ERRORS, OVER_PLAN, PENDING, OLD)
 GOES_ON = (PENDING, OLD, "killed")
 """What a call runs that was not told `only`; whatever else did not end well would do so again."""
 
@@ -65,11 +65,6 @@ class State:
         """Of all runs that were ever started, those of points that the file has no more among them."""
         return list(self._last)
 
-    @property
-    def submitted(self) -> dict[str, Mapping[str, Any]]:
-        """Run -> its last line, where that says that it was handed to Slurm: of no run that was seen to have ended."""
-        return {name: line for name, line in self._last.items() if line["status"] == STARTED and "job" in line}
-
     def line_of(self, point: Point) -> Mapping[str, Any]:
         """Return the last line of a point's run, or nothing where that is of another identity."""
         line = self._last.get(point.name, {})
@@ -79,7 +74,7 @@ class State:
         """True where the run of this very point was started."""
         return bool(self.line_of(point))
 
-    def status_of(self, point: Point, points: Sequence[Point], grows: Sequence[str]) -> tuple[str, str]:
+    def status_of(self, point: Point) -> tuple[str, str]:
         """Return a point's status, and what there is to say of it."""
         line = self.line_of(point)
         status, said = str(line.get("status", STARTED)), str(line.get("message", ""))
@@ -89,10 +84,6 @@ class State:
             return status, said
         if point.over_plan is not None:
             return OVER_PLAN, point.over_plan
-        for other in points:
-            has_run_out = other is not point and self.line_of(other).get("status") == "out_of_memory"
-            if has_run_out and is_larger(point, other, grows):
-                return LARGER, f"it takes more memory than {other.name}, which ran out of it"
         if status == "killed":
             return status, said
         if not line and (point.name in self._last or (self.folder / point.name).exists()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,15 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from cli.files import write_whole
+from cli.files import write_json, write_whole
 from cli.log import log
 from cli.table import as_table
 from config import count
 from preflight.plan import readable_time
+from record.environment import environment
 from record.files import read_summary
 from record.history import History, read_history
 from record.summary import VAL_LOSS, rounded
-from sweeps.file import as_text
+from reports.study import SCHEMA
+from sweeps.file import Sweep, as_text
 from sweeps.points import Point
 from sweeps.state import OK, State
 
@@ -47,14 +50,18 @@ SHOWN = (SPEED, f"{SPEED}_min", f"{SPEED}_max", "mfu", "peak_mem_gib", "loss", V
 TAIL = 4  # the last quarter of the windows
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
+RECORD = "record.json"
+MOST_POINTS = 200
+"""Of a run's loss curve; several windows make a point where it has more."""
+
 Row = dict[str, Any]
 
 
-def rows_of(points: Sequence[Point], state: State, grows: Sequence[str]) -> list[Row]:
+def rows_of(points: Sequence[Point], state: State) -> list[Row]:
     """Return the row of each point: figures of those that are ok, and why the others have none."""
     rows = []
     for point in points:
-        status, said = state.status_of(point, points, grows)
+        status, said = state.status_of(point)
         code = state.line_of(point).get("commit")
         row: Row = {"run": point.name, "status": status, "message": said, "identity": point.identity, "commit": code}
         row |= point.values
@@ -132,13 +139,16 @@ def shown(rows: Sequence[Row]) -> str:
     return as_table(("run", "status", *columns), cells, "ll" + "r" * len(columns))
 
 
+def messages(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each run that has a message."""
+    return [f"{row['run']}: {row['status']}: {row['message']}" for row in rows if row["message"]]
+
+
 def progress(point: Point, status: str, seconds: float, *, done: int, of: int, took: Sequence[float], jobs: int) -> str:
     """Return the line after a run: how many are done, and how long the others will take by the median of what ran."""
-    line = f"{done} of {of} done; {point.name}: {status} after {readable_time(seconds)}"
-    if done >= of or not took:
-        return line
     left = statistics.median(took) * -(-(of - done) // jobs)
-    return f"{line}; about {readable_time(left)} left"
+    more = f"; about {readable_time(left)} left" if done < of else ""
+    return f"{done} of {of} done; {point.name}: {status} after {readable_time(seconds)}{more}"
 
 
 def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -147,3 +157,53 @@ def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{count(len(rows), 'run')}: " + ", ".join(
         f"{statuses.count(each)} {each}" for each in dict.fromkeys(statuses)
     )
+
+
+# --- all that a sweep has found, as one file, from which reports/study.py makes its table and picture anywhere ---
+
+
+def record_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the record of a sweep: its axes, and each run's values, figures and curves."""
+    varying = [key for key in sweep.axes if key in sweep.of_points]
+    return {
+        "schema": SCHEMA,
+        "measured": "sweep",
+        "sweep": sweep.name,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **environment(),
+        "yaml": sweep.own.yaml,
+        "keys": [*sweep.keys, *sweep.typed],
+        "axes": list(sweep.axes),
+        "of_points": varying,
+        "runs": [_run(row, list(sweep.axes), sweep.folder) for row in rows],
+    }
+
+
+def _run(row: Row, keys: Sequence[str], folder: Path) -> dict[str, Any]:
+    found = {
+        "run": row["run"],
+        "status": row["status"],
+        "values": {key: row[key] for key in keys if key in row},
+        **{key: row[key] for key in (*FIGURES, "message", "identity", "commit") if row.get(key) not in (None, "")},
+    }
+    empty: dict[str, list[float]] = {"images": [], "loss": []}
+    return {**found, "curve": curve_of(read_history(folder / row["run"])) if row["status"] == OK else empty}
+
+
+def curve_of(history: History) -> dict[str, list[float]]:
+    """Return a run's loss over the images seen, thinned; what is not finite is left out."""
+    images, losses = history.windows["images"], history.windows["loss"]
+    there = np.isfinite(images) & np.isfinite(losses) & ~(history.windows["unfinished"] == 1.0)
+    images, losses = images[there], losses[there]
+    pieces = np.array_split(np.arange(len(losses)), min(len(losses), MOST_POINTS)) if len(losses) else []
+    return {
+        "images": [int(images[piece[-1]]) for piece in pieces],
+        "loss": [rounded(float(losses[piece].mean())) for piece in pieces],
+    }
+
+
+def write_record(sweep: Sweep, record: dict[str, Any]) -> Path:
+    """Write record.json whole, and return it."""
+    path = sweep.folder / RECORD
+    write_json(path, record)
+    return path

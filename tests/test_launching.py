@@ -19,7 +19,6 @@ from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import load
 from launch import mlperf
-from sweeps.slurm import script_of as slurm_script
 from training.run_config import ALIASES, RunConfig
 
 SYSTEMS = sorted((ROOT / "launch").glob("config_*.sh"))
@@ -259,7 +258,6 @@ def test_a_value_is_no_code_of_the_shell_and_one_of_several_lines_is_refused(rec
 
 
 def test_words_of_several_lines_reach_the_ranks_of_a_slurm_job_whole(recorded, tmp_path):
-    """In a job of its own, and in one of a sweep."""
     environment, words = recorded
     srun = '#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\n[ "$2" = -c ] || exec "$@"\n'
     for name, text in {"srun": srun, "scontrol": "#!/bin/sh\necho job\n"}.items():
@@ -280,17 +278,9 @@ def test_words_of_several_lines_reach_the_ranks_of_a_slurm_job_whole(recorded, t
     name = f"mlperf.org=a{LINES}\nrun_name=b"  # no run_name
     done = submit(name)
     assert done.returncode == 0 and "no run_name is given" in done.stdout, done
-    lines = slurm_script(
-        [["benchmark.py", name, "run_name=c"], ["eval.py", "runs/c"]], tmp_path / "out", tmp_path / "end"
-    )
-    (tmp_path / "0.sh").write_text(lines)
-    done = submit(TASKS=str(tmp_path), SLURM_ARRAY_TASK_ID="0")
-    assert done.returncode == 0 and (tmp_path / "end").read_text().split()[0] == "0", done
     grace = "save.grace_sec=150"
     assert [line[line.index("--stderr") + 2 :] for line in words()] == [
-        ["benchmark.py", name, "run_name=slurm-7", grace],
-        ["benchmark.py", name, "run_name=c", grace],
-        ["eval.py", "runs/c"],
+        ["benchmark.py", name, "run_name=slurm-7", grace]
     ]
     assert not (ROOT / "broken_out").exists()
 

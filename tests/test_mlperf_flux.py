@@ -478,7 +478,6 @@ def test_the_report_names_the_loss_and_no_fid(ran, tmp_path, capsys):
     capsys.readouterr()
     assert report.main([str(ran / "aimed"), f"out={tmp_path / 'out'}"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"aimed \(batch 8, 20 images a validation\) at 32 images: val_loss=[\d.]+\. The reference", said)
     assert "FID" not in said
     assert "run=aimed left out: MLPerf's checker (6.1.0) refuses its log: Failed checks for averaged" in said
     shutil.copytree(ran / "aimed", tmp_path / "well")

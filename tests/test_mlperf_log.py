@@ -681,8 +681,8 @@ def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(logge
     made_with = [{key: e["metadata"][key] for key in MADE_WITH[1:]} for e in events if e["key"] == "eval_stop"]
     judges = {"inception": "shapes-reader", "clip_model": "shapes-CLIP", "eval_precision": "fp32"}
     assert made_with == 2 * [{"num_images": NUM_PROMPTS, **judges}]
-    label = f"mini (batch 8, {NUM_PROMPTS} images a score, scored by shapes-CLIP and shapes-reader)"
-    assert read_run(logged).label == label
+    reasons = [f"{NUM_PROMPTS} images a score", "scored by shapes-CLIP and shapes-reader"]
+    assert read_run(logged).foreign_scores == reasons
 
 
 @pytest.mark.slow

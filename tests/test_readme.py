@@ -185,7 +185,7 @@ def read(module: str, words: list[str]) -> None:
     elif module in ("reports.latency", "reports.study", "reports.tables"):
         assert [Path(word).suffix for word in words] in ([".json"], [".json", ".png"])
     elif module == "reports.compare":
-        assert compare.read_words(words)[0]
+        assert compare.read_line(words)[0]
     elif module == "preflight.scaling":
         assert Path(scaling.read_words(words).yaml).is_file()
     elif module == "reports.live":
@@ -218,6 +218,8 @@ def test_every_command_of_a_page_is_understood(page, command, monkeypatch):
         makefile = (ROOT / "Makefile").read_text()
         assert targets and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
         assert all((ROOT / RUN_BY[target]).is_file() for target in targets)
+    elif kind == "launched" and "--wrap" in words:
+        read("sweep", words[-1].removeprefix("exec python sweep.py ").split())
     elif kind == "launched":
         script, *rest = [word for word in words if not word.startswith("--")][0 if "/" in words[0] else 1 :]
         assert (ROOT / script).is_file()
@@ -476,8 +478,8 @@ def test_the_picture_of_a_runs_page_is_of_a_committed_record_and_small():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["grid.png"], "command line: 1 given. Possible: three places. Give GRID.png CAPTIONS.txt OUT.png."),
-        (["grid.png", "captions.txt", "out.png", "gap_px=x"], "gap_px: 'x'. Possible: 0 to 4,096. Give such a number."),
+        (["grid.png"], "command line: Give three places: GRID.png CAPTIONS.txt OUT.png."),
+        (["grid.png", "captions.txt", "out.png", "gap_px=x"], "command line: gap_px is 'x'. Possible: an integer."),
         (
             ["grid.png", "captions.txt", "out.png"],
             "11 x 11 px, not 2 x 2 images with gaps of 2 px. Possible: a",

@@ -1,4 +1,4 @@
-"""launch/ and sweeps/slurm.py on a real Slurm: two nodes on this machine, in namespaces (tests/cluster/slurm_two_nodes.sh).
+"""launch/ on a real Slurm: two nodes on this machine, in namespaces (tests/cluster/slurm_two_nodes.sh).
 
 Skipped, with the reason, where Debian's packages or the right to make namespaces are missing. Those that train run by hand:
 make test-cluster.
@@ -6,10 +6,8 @@ make test-cluster.
 
 from __future__ import annotations
 
-import csv
 import json
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -17,13 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY_RUN
+from conftest import ROOT
 from test_checkpoints import newest, same_training
-from test_layout import tracked
 
-from cli.errors import Failed
 from record.files import METRICS, SUMMARY, read_lines
-from sweeps import slurm as launching
 from tests.cluster.__main__ import process_of
 from tests.cluster.slurm import Cluster, missing, two_nodes
 
@@ -74,13 +69,6 @@ def test_a_job_without_requeue_says_what_that_means_and_a_folder_of_one_node_is_
     )
     assert f"no run_name is given: it is slurm-{job}\n" in said
     assert f"node2: /dev/shm/logs/{job} is not seen here, but on the first node. Wanted: a folder that all" in said
-
-
-def test_a_sweep_without_slurm_says_so(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(Failed) as error:
-        launching._asked("sbatch")
-    assert str(error.value) == "launch: no sbatch on the PATH. Call sweep.py where Slurm's commands are."
 
 
 # --- runs ---
@@ -292,50 +280,6 @@ class TestRuns:
         summary = json.loads((tmp_path / "mlperf-7" / SUMMARY).read_text())
         assert (summary["num_devices"], summary["global_batch_size"], summary["batches"]) == (2, 32, 6)
         assert '"value": "CPU_02x01x16"' in (tmp_path / "mlperf-7" / "mlperf.log").read_text()
-
-    def test_a_sweep_is_one_array_job_and_a_later_call_has_its_table(self, cluster, tmp_path):
-        """In a copy of the tree without git: code that is no commit is refused."""
-        tree = copied(tmp_path / "tree")
-        keys = json.dumps([*TINY_RUN, "data.synthetic=true", "model.weights=random", "max_duration=4ba"])
-        points = "{seed: 1}, {seed: 2, max_duration: 6ba}, {optimizer.lr: 1.0e+30}"
-        file = tree / "small.yaml"
-        file.write_text(f"keys: {keys}\npoints: [{points}]\n")
-        command = ["python", "sweep.py", "small.yaml", f"runs={tmp_path}/runs", "launch=slurm"]
-        own, calm = ["sbatch=[--cpus-per-task=1,--nodelist=node1,--hold]", "jobs=2"], {"folder": tree, "check": False}
-        said = cluster.at(*command, *own, EASEL_COMMIT="b" * 40 + "+changes", **calm)
-        assert "launch: the code is " in said and "Commit the changes first." in said
-        commit = {"EASEL_COMMIT": "b" * 40, **calm}
-        said = cluster.at(*command, *own, **commit)
-        handed = re.search(r"3 runs handed to Slurm as job (\d+)\n", said)
-        assert handed, said
-        assert "3 runs: 3 pending. The same command shows what has ended by then." in said
-        local = ["python", "sweep.py", "small.yaml", f"runs={tmp_path}/runs"]
-        assert "3 runs: 3 pending. The same command shows" in cluster.at(*local, **commit)
-        file.write_text(f"keys: {keys}\npoints: [{points}, {{seed: 3}}]\n")
-        again = cluster.at(*local, **commit)
-        file.write_text(f"keys: {keys}\npoints: [{points}]\n")
-        assert "3 runs of it in Slurm's queue, so that it goes on there. Give launch=slurm, or cancel them" in again
-        cluster.at("scontrol", "release", handed[1])
-        cluster_is_idle(cluster)
-        said = cluster.at(*command, **commit)
-        logs = "".join(path.read_text() for path in (tmp_path / "runs/sweeps/small/logs").iterdir())
-        assert "3 runs: 2 ok, 1 failed. Written: " in said, said + logs
-        rows = list(csv.DictReader((tmp_path / "runs/sweeps/small/summary.csv").open()))
-        assert [(row["run"], row["status"]) for row in rows] == [
-            ("seed-1", "ok"),
-            ("seed-2_max_duration-6ba", "ok"),
-            ("lr-1e+30", "failed"),
-        ]
-        assert float(rows[1]["images_per_sec_per_device"]) > 0 and "loss" in rows[2]["message"]
-        assert not cluster.at("squeue", "--noheader").strip()  # nothing was handed over again
-
-
-def copied(folder: Path) -> Path:
-    """The tree as git lists it."""
-    for path in tracked("*"):
-        (folder / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, folder / path.relative_to(ROOT))
-    return folder
 
 
 def cluster_is_idle(cluster: Cluster, limit_sec: float = 900.0) -> None:

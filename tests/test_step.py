@@ -112,7 +112,7 @@ def test_a_table_stands_between_the_marks_of_its_record_and_nothing_else_changes
         (["none.json"], "none.json: No such file or directory. Check the path."),
         (
             ["a.json"],
-            f"a.json: is no record of {' or '.join(f'bench.{name}' for name in tables.TABLES)} (KeyError: 'measured').",
+            f"a.json: is no record of {' or '.join(f'bench.{name}' for name in tables.TABLES)} (KeyError: 'commit').",
         ),
         (
             ["step.json", "page.md"],
