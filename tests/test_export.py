@@ -466,7 +466,7 @@ def test_an_export_is_brought_to_the_hub_and_comes_back(hub: Hub, run, tmp_path,
 
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     out, name = tmp_path / "out", hub.address.removeprefix("http://")
-    log_in = "Log in: hf auth login, or set HF_TOKEN to a token that may write."
+    log_in = "To write, log in: hf auth login, or set HF_TOKEN."
     words = [run, out, "push_to_hub=easel/tiny"]
     assert refused(capsys, *words) == f"push_to_hub: easel/tiny, but no token is set for {name}. {log_in}"
     assert refused(capsys, *words[:2], "push_to_hub=tiny") == (

