@@ -1,6 +1,6 @@
 """How fast one loader process delivers stored samples at 512 px: ours, and what others use for it.
 
-    python -m bench.data                                        # -> reports/results/data.json
+    python -m bench.data                                        # -> runs/bench/data.json
     python -m bench.data parts=moments num_samples=256 rounds=1 results=/tmp/data.json
 
 Three parts, each with contestants that alternate on the same samples:
@@ -74,7 +74,7 @@ class DataBenchConfig:
     """JPEGs."""
     rounds: int = limited(5, 1)
     """Turns of each contestant."""
-    results: str = "reports/results/data.json"
+    results: str = "runs/bench/data.json"
     """File of the record; an earlier one is replaced."""
     work: str | None = None
     """Folder for temporary files, on the disk to be measured. null: the system's."""

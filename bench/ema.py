@@ -1,6 +1,6 @@
 """EMA updates of one UNet: ours, Composer's, diffusers', and one flat lerp, the limit that memory sets.
 
-    python -m bench.ema                                         # -> reports/results/ema.json
+    python -m bench.ema                                         # -> runs/bench/ema.json
     python -m bench.ema num_parameters=1000000 rounds=3 results=/tmp/ema.json
 
 The UNet is Stable Diffusion 2's made narrower: its 686 tensors. All contestants average the same live weights in float32,
@@ -57,7 +57,7 @@ class EMABenchConfig:
     """Turns of each contestant."""
     threads: int = limited(1, 1, 1024)
     """Threads of torch on a CPU."""
-    results: str = "reports/results/ema.json"
+    results: str = "runs/bench/ema.json"
     """File of the record; an earlier one is replaced."""
 
 

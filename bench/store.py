@@ -53,7 +53,7 @@ class StoreConfig:
     """Samples of moments, 64 KiB each."""
     rounds: int = limited(5, 1)
     """Turns of each contestant."""
-    results: str = "reports/results/store.json"
+    results: str = "runs/bench/store.json"
     """File of the record; an earlier one is replaced."""
 
 

@@ -1,4 +1,4 @@
-"""training/cost.py and preflight/plan.py: memory by kind against counted bytes, divided over ranks; what fits on plan."""
+"""training/cost.py and preflight/plan.py: memory by kind against counted bytes, divided over ranks; what fits on cards."""
 
 from __future__ import annotations
 

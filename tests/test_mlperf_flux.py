@@ -22,7 +22,7 @@ from cli.command_line import parse_command_line
 from cli.errors import ConfigError
 from config import flat, load
 from data import DataConfig, open_stages
-from preflight import cards
+from preflight import plan
 from preflight.run import closed_data_problems, cost_of, quick_problems
 from prepare import latents, shards
 from record.files import evaluations_of
@@ -171,10 +171,10 @@ def test_a_recipe_fits_on_the_gpus_that_it_names():
     found = {}
     for path in RECIPES:
         config = resolve(recipe(path))
-        cost = dataclasses.replace(cards.on_gpus(cost_of(config), flat(config)), frozen_gib=0.0)
-        each = cards.over(cost, 64, config.sharding)
+        cost = dataclasses.replace(plan.on_gpus(cost_of(config), flat(config)), frozen_gib=0.0)
+        each = plan.over(cost, 64, config.sharding)
         gib = int(re.search(r"64 GPUs of (\d+) GiB", path.read_text())[1])
-        assert config.device_train_microbatch_size <= cards.images_a_pass(each, gib, ema=False)
+        assert config.device_train_microbatch_size <= plan.images_a_pass(each, gib, ema=False)
         assert config.global_batch_size % (64 * config.device_train_microbatch_size) == 0
         found[config.global_batch_size] = gib
     assert found == {512: 80, 1024: 139, 2048: 178, 4096: 178}  # docs/mlperf.md says so

@@ -21,7 +21,7 @@ from filelock import FileLock
 import benchmark
 from cli import errors
 from cli.errors import ConfigError
-from preflight import machine
+from preflight import checks
 from prepare import encoder
 from record.checkpoint_files import FULL, listed
 from stages.fetch import StreamFailure
@@ -139,7 +139,7 @@ def test_a_container_without_its_gpus_says_so_in_one_line(monkeypatch, tmp_path,
     for words in (["yamls/sd2_512_synthetic.yaml"], SYNTHETIC):
         assert refused(capsys, *words, f"run_folder={tmp_path}/runs") == f"{NO_GPU}\n"
     assert everything(tmp_path) == {}
-    found = next(machine.check_devices(1))
+    found = next(checks.check_devices(1))
     assert (found.level, f"devices: {found.text}") == ("error", NO_GPU)
     for build in (build_device, encoder.build_device):
         with pytest.raises(ConfigError, match=r"^devices: there is no GPU here"):
