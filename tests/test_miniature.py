@@ -64,7 +64,6 @@ def test_a_network_that_has_hardly_begun_misses_the_target_and_has_a_worse_fid_t
         "lr",
         "gradient-norm",
         "images-per-sec",
-        "clocks",
         "peak-mem-gib",
     )
     assert [own["id"] for own, _ in shown.all("figure")] == [f"plot-{name}" for name in plots]
