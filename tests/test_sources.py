@@ -458,7 +458,10 @@ def test_a_similarity_may_be_the_text_of_a_csv_file_and_have_another_name(tmp_pa
     scores = ["0.31", "0.29", "nan", ""]
     write_csv(tmp_path / "t.csv", ["image", "text", "score"], [[p, "x", s] for p, s in zip(paths, scores, strict=True)])
     assert make(tmp_path / "t.csv", tmp_path / "out", "min_similarity=0.3", "similarity=score") == 0
-    assert facts(tmp_path / "out")["counts"]["left_out"] == {"no similarity in the metadata": 2, "similarity below 0.3": 1}
+    assert facts(tmp_path / "out")["counts"]["left_out"] == {
+        "no similarity in the metadata": 2,
+        "similarity below 0.3": 1,
+    }
 
 
 # --- in a store ---
