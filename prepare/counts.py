@@ -77,7 +77,9 @@ class SampleCounts:
 
     def pace(self, unit: str, seconds: float) -> str:
         """Return how fast these samples were read. `seconds`: from the first of them to the last."""
-        return f"; {self.read / seconds:,.4g} {unit}/s over {seconds:,.1f} s" if self.read else ""
+        rate = self.read / seconds
+        shown = f"{rate:,.1f}" if rate >= 10 else f"{rate:.3g}"
+        return f"; {shown} {unit}/s over {seconds:,.1f} s" if self.read else ""
 
 
 def _with_reasons(counter: Counter[str]) -> str:

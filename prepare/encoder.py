@@ -64,7 +64,8 @@ def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, rate: flo
         sample = reader[row]
     except OSError as error:
         raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command resumes it.") from error
-    key, metadata, sizes = str(sample["key"]), sample.get("metadata"), ()
+    key, metadata = str(sample["key"]), sample.get("metadata")
+    sizes: tuple[int, ...] = ()
     try:
         captions = captions_of(sample)
         if len(size) > 2:

@@ -6,6 +6,6 @@ from prepare.counts import SampleCounts
 
 
 def test_a_slow_pace_keeps_its_digits_and_nothing_made_has_none():
-    assert SampleCounts(read=1).pace("images", 3.0) == "; 0.3333 images/s over 3.0 s"
-    assert SampleCounts(read=3000).pace("samples", 2.0) == "; 1,500 samples/s over 2.0 s"
+    assert SampleCounts(read=1).pace("images", 3.0) == "; 0.333 images/s over 3.0 s"
+    assert SampleCounts(read=3000).pace("samples", 2.0) == "; 1,500.0 samples/s over 2.0 s"
     assert SampleCounts().pace("images", 3.0) == ""
