@@ -236,7 +236,7 @@ def test_every_way_from_urls_resolves(path):
 @pytest.mark.parametrize("path", LADDERS, ids=lambda path: path.name)
 def test_every_rung_of_a_ladder_resolves(path, stage, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(adamw, "torchao_problem", lambda instead: None)  # it is beside the environment
+    monkeypatch.setattr(adamw, "torchao_problem", lambda: None)  # it is beside the environment
     ladder = read_ladder(str(path))
     assert len({rung.name for rung in ladder.rungs}) == len(ladder.rungs)
     for rung in ladder.rungs:
@@ -248,7 +248,7 @@ def test_every_rung_of_a_ladder_resolves(path, stage, monkeypatch):
 def test_every_point_of_a_sweep_resolves_and_its_batch_divides_into_ranks_and_passes(path, stage, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(checks, "_check_room", lambda needs: iter(()))  # a small batch has a snapshot to each one
-    monkeypatch.setattr(adamw, "torchao_problem", lambda instead: None)  # it is beside the environment
+    monkeypatch.setattr(adamw, "torchao_problem", lambda: None)  # it is beside the environment
     sweep = read_sweep([f"yamls/sweeps/{path.name}"])
     first = sweep.axes.get("seed", [None])[0]
     for values in (values for values in sweep.points.values() if values.get("seed") == first):

@@ -49,13 +49,20 @@ NAMES = {"exp_avg": True, "exp_avg_sq": False}
 """Names of the moments, as torch has them, and whether they can be negative."""
 
 
+def torchao_problem() -> str | None:
+    """Say that torchao is missing, or None."""
+    if importlib.util.find_spec("torchao") is not None:
+        return None
+    release = RELEASES.get(torch.__version__.rpartition(".")[0], "in the release for this torch")
+    todo = f"pip install --no-deps torchao=={release}, or use optimizer.states=bf16"
+    return f"needs torchao, which is not installed. {todo}."
+
+
 def problems(config: OptimizerConfig, precision: str | None) -> list[tuple[str, str]]:
     """(key, message) for keys of small states that are not possible here, or contradict each other."""
     found = []
-    if config.states == "8bit" and importlib.util.find_spec("torchao") is None:
-        release = RELEASES.get(torch.__version__.rpartition(".")[0], "in the release for this torch")
-        todo = f"pip install --no-deps torchao=={release}, or use optimizer.states=bf16"
-        found.append(("optimizer.states", f"8bit needs torchao, which is not installed. {todo}."))
+    if config.states == "8bit" and (text := torchao_problem()):
+        found.append(("optimizer.states", f"8bit {text}"))
     if config.rounding is not None and config.states != "bf16" and precision != "bf16_params":
         given = f"{config.rounding}, but nothing is rounded to bf16: precision={precision or 'null'}"
         given += f", optimizer.states={config.states}"
