@@ -26,7 +26,7 @@ from typing import Any
 from PIL import ExifTags, Image
 
 from cli.errors import Failed, Refused
-from prepare import cells
+from prepare import tables
 from prepare.laion import hosts
 from prepare.laion.config import TARS, LaionConfig
 from prepare.laion.filter import Run, filtered_parts, find_columns, needed, open_table
@@ -149,8 +149,8 @@ def _as_plain(column: Any, name: str) -> Any:
     if arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind):
         return column
     lost = Counter[str]()
-    values = [None if value is None else str(value) for value in cells.values_of(column, name, lost)]
-    cells.log_lost(lost, "metadata")
+    values = [None if value is None else str(value) for value in tables.values_of(column, name, lost)]
+    tables.log_lost(lost, "metadata")
     plain = (
         None if text is None else text.encode(errors="surrogateescape").decode(errors="replace") for text in values
     )
