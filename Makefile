@@ -181,7 +181,7 @@ test-clouds: $(CLOUDS)/whole  ## the files of launch/ as their own tools read th
 test-image: $(STAMP)  ## build launch/Dockerfile for real, on a bare Debian that debootstrap makes, and train in it: 30 GB of disk (Debian: apt-get install debootstrap buildah)
 	bash tests/image.sh
 
-mutants: $(STAMP)  ## forty small faults of the core, each against its room's tests: which are noticed (half an hour) -> reports/results/
+mutants: $(STAMP)  ## small faults of the core, each against its room's tests: which are noticed (half an hour) -> reports/results/
 	CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.mutants pass=after
 
 test-gpu:  ## on a GPU machine: the tests that need one (interpreter at hand)

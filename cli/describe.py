@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cli.command import command
+from cli.errors import Refused
 from cli.files import write_whole
 from cli.limits import type_hints
 
@@ -181,7 +182,10 @@ def described(text: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     for path in map(Path, argv):
-        before = path.read_text()
+        try:
+            before = path.read_text()
+        except OSError as error:
+            raise Refused(f"{path}: {error.strerror}. Give pages of docs/.") from error
         if (after := described(before)) != before:
             write_whole(path, after)
             print(f"written: {path}")

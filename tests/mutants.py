@@ -108,8 +108,8 @@ TABLE = """
 + if not self.is_of_scores:
 
 19 | evaluation/scoring.py | unfinished scoring | an evaluation that goes on leaves out a batch
-- [work.num_done :]
-+ [work.num_done + 1 :]
+- num_done=work.num_done)
++ num_done=work.num_done + 1)
 
 20 | callbacks/evaluation.py | scoring | evaluation time is added to that of training twice
 - self._owed_sec = time.monotonic() - began
@@ -135,59 +135,59 @@ TABLE = """
 - now = now.to_next_epoch()
 + pass
 
-27 | training/checkpoint_content.py | checkpoints | what a checkpoint lacks is not compared
+26 | training/checkpoint_content.py | checkpoints | what a checkpoint lacks is not compared
 - if saved.get(key) != value and not
 + if saved.get(key, value) != value and not
 
-28 | ema.py | ema | EMA: steps since the last update are lost in a checkpoint
+27 | ema.py | ema | EMA: steps since the last update are lost in a checkpoint
 - self._pending_steps, self._pending_images = state["pending_steps"], state["pending_images"]
 + self._pending_steps, self._pending_images = 0, 0
 
-29 | stages/stream.py | stream | an epoch ends one batch early
+28 | stages/stream.py | stream | an epoch ends one batch early
 - if len(rest) >= batch_size:
 + if len(rest) > batch_size:
 
-30 | stages/moments.py | stream data | an infinity among the moments counts as finite
+29 | stages/moments.py | stream data | an infinity among the moments counts as finite
 - .max() < 0x7C00 and
 + .max() <= 0x7C00 and
 
-31 | stages/stream.py | stream data | the sample behind the wanted one is read
+30 | stages/stream.py | stream data | the sample behind the wanted one is read
 - (offset + step) % shard_samples
 + (offset + step + 1) % shard_samples
 
-32 | stages/machine.py | cache_room | room in the cache is made without the wanted shard
+31 | stages/machine.py | cache_room | room in the cache is made without the wanted shard
 - int(earlier.sum()) + num_bytes - self.cache_limit
 + int(earlier.sum()) - self.cache_limit
 
-33 | stages/fetch.py | stream | digests are not compared
+32 | stages/fetch.py | stream | digests are not compared
 - (found := file_digest(path, wanted[0])) != wanted[1]
 + (found := file_digest(path, wanted[0])) == ""
 
-34 | stages/loader.py | data stream | a resume begins at as many samples as there were batches
+33 | stages/loader.py | data stream | a resume begins at as many samples as there were batches
 - self.dataset.resume(epoch, batch_in_epoch * global_batch_size)
 + self.dataset.resume(epoch, batch_in_epoch)
 
-35 | stages/dataset.py | dataset | index.json is not compared with dataset.json
-- if facts.get("index_sha256") != digest:
+34 | stages/dataset.py | dataset | index.json is not compared with dataset.json
+- if facts.get("schema") == FACTS_SCHEMA and of_index != index.sha256:
 + if False:
 
-36 | record/mlperf_events.py | mlperf_log | times of the log run backwards
+35 | record/mlperf_events.py | mlperf_log | times of the log run backwards
 - time_ms = self._last_ms = max(time_ms, self._last_ms)
 + self._last_ms = time_ms
 
-37 | callbacks/mlperf_log.py | mlperf_log | an evaluation comes twice after a restart at its point
+36 | callbacks/mlperf_log.py | mlperf_log | an evaluation comes twice after a restart at its point
 - if count <= images}
 + if count < images}
 
-38 | callbacks/mlperf_log.py | mlperf_log | the learning rate is the next batch's
+37 | callbacks/mlperf_log.py | mlperf_log | the learning rate is the next batch's
 - self.log.event("lr_abs", self._lr,
 + self.log.event("lr_abs", state.optimizers[0].param_groups[0]["lr"],
 
-39 | callbacks/mlperf_log.py | mlperf_log | a log that was closed is not moved to an earlier pass
+38 | callbacks/mlperf_log.py | mlperf_log | a log that was closed is not moved to an earlier pass
 - reached["images"] < stop["samples_count"]
 + reached["images"] > stop["samples_count"]
 
-40 | reports/mlperf_runs.py | reports_mlperf | olympic mean with the best run in it
+39 | reports/mlperf_runs.py | reports_mlperf | olympic mean with the best run in it
 - sorted(values)[1 : len(values)
 + sorted(values)[0 : len(values)
 """

@@ -302,8 +302,8 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "num_frames: 16, but sd2 makes images. Leave it out.",
         f"model.weights: not given. The default for real data: {default} is no path here, the cache "
         f"{constants.HF_HUB_CACHE} does not have all of it, and HF_HUB_OFFLINE is set. Where there is a network: hf download "
-        f"{default} --include 'vae/*' --include 'text_encoder/*' --include 'tokenizer/*' --local-dir FOLDER. Bring FOLDER "
-        "and give FOLDER, or model.weights=random, for random ones. Or bring that machine's cache and set HF_HOME to it.",
+        f"{default} --include 'vae/*' --include 'text_encoder/*' --include 'tokenizer/*' --local-dir FOLDER. Copy "
+        "FOLDER here and give FOLDER, or model.weights=random, for random ones.",
     ]
 
 
@@ -472,8 +472,8 @@ BEFORE = [
     ("GradientNorm", "RunRecord", "the norm of a window is known when the window is written"),
     ("Throughput", "RunRecord", "a window is closed before it is written"),
     ("RunRecord", "Checkpointer", "a checkpoint keeps the losses of its own batch, too"),
-    ("Checkpointer", "Evaluation", "weights are saved before they are evaluated: a killed evaluation is made again"),
-    ("Evaluation", "QualityTarget", "the target is asked about the newest evaluation"),
+    ("Checkpointer", "AtPoints", "weights are saved before they are evaluated: a killed evaluation is made again"),
+    ("AtPoints", "QualityTarget", "the target is asked about the newest evaluation"),
     ("QualityTarget", "MLPerfLog", "the log closes with what the target has decided"),
 ]
 

@@ -369,11 +369,13 @@ def test_a_target_is_decided_by_losses_that_are_all_measured_alike(stages, tmp_p
     line = {"schema": 1, "validation": True, "batch": 2, "images": 16, "seconds": 1.0, "val_loss": 0.4}
     line |= {"val_loss_bins": [], **own}
     later = {**line, "batch": 4, "images": 32}
-    old = {key: value for key, value in line.items() if key != "times"}  # of a version with one way
     as_before = "Losses of one target have to be alike: use that, or another run_name."
     for lines, text in (
         ([line, later], None),
-        ([old, later], "validation.times: times eighths, but {} was validated with thousandths at 16 images."),
+        (
+            [{**line, "times": "thousandths"}, later],
+            "validation.times: times eighths, but {} was validated with thousandths at 16 images.",
+        ),
         (
             [{**line, "num_samples": 10}],
             "validation.num_samples: num_samples 20, but {} was validated with 10 at 16 images.",

@@ -11,9 +11,9 @@ from conftest import ROOT
 from mutants import Mutant, read_table
 
 
-def test_forty_mutants_have_numbers_of_their_own_and_each_can_be_made():
+def test_mutants_are_numbered_in_order_and_each_can_be_made():
     table = read_table()
-    assert [mutant.number for mutant in table] == list(range(1, 41))
+    assert [mutant.number for mutant in table] == list(range(1, len(table) + 1))
     assert [text for mutant in table for text in mutant.problems()] == []
     for mutant in table:
         source = (ROOT / mutant.file).read_text()

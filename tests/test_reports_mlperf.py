@@ -534,7 +534,7 @@ def test_reports_read_runs_through_the_record_and_import_no_room_that_makes_them
 
 
 READS_ITSELF = {"mlperf.py:_read_system", "samples.py:main", "page_samples.py:_embedded"}
-READS_ITSELF |= {"page_text.py:script_of", "samples.py:_tile", "model_card.py:text"}
+READS_ITSELF |= {"page_text.py:script_of", "model_card.py:text"}
 READS_ITSELF |= {"compare_records.py:_read_one"}
 READS_ITSELF |= {"marks.py:show_record", "marks.py:rewrite"}
 """Of no run's folder: a report's own files, the reference's curves, pictures, a measurement's record, a page of docs."""
