@@ -57,8 +57,8 @@ SAY_SEC = 30.0
 SOON_SEC = (1.0, 2.0, 4.0, 8.0, 15.0)
 LONGEST_WAIT_SEC = 10.0
 DISK_ERRORS = {errno.EIO, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}
-DISK_ERRORS |= {errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT}
-NO_ERRORS_OF_A_CONNECTION = {errno.EIO, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EDQUOT}  # of a copy from another folder the error names that one's file
+DISK_ERRORS |= {errno.EACCES, errno.EPERM, *FULL}
 # Of a killed fetch: streaming's, boto3's.
 LEFT_OVER = re.compile(r"(.+\.mds(\.(br|bz2|gz|snappy|zstd))?|index\.json)(\.(tmp|[0-9A-Fa-f]{8}))+")
 
@@ -202,8 +202,8 @@ def _refuse_own_disk(error: BaseException | None, local: Path) -> None:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             name = "" if error.filename is None else str(error.filename)
             is_own = bool(name) and (name.startswith(str(local)) or str(local).startswith(name))
-            if is_own or (not name and error.errno in NO_ERRORS_OF_A_CONNECTION):
-                text = f"data.local: {name or local}: {error.strerror}, while {local.name} was written"
+            if is_own or error.errno in FULL or (not name and error.errno in (errno.EIO, errno.EROFS)):
+                text = f"data.local: {name if is_own else local}: {error.strerror}, while {local.name} was written"
                 raise StreamFailure(f"{text}. Make room, or give another folder or data.cache_limit.") from error
         error = error.__cause__ or error.__context__
 

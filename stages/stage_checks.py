@@ -5,19 +5,23 @@ Problems are (key, message).
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from streaming.base.util import bytes_to_int
 
 from cli.errors import Failed
 from cli.limits import ImageSize
 from stages.dataset import Stage, is_remote
-from stages.fetch import HASH, INDEX
+from stages.fetch import INDEX
 from stages.mixture import StreamConfig, buckets_of, epoch_samples, opened, unfilled
 
+FILE_ENTRY = re.compile(r'\{[^{}]*"hashes": ?\{[^{}]*\}[^{}]*\}')  # of index.json: name, bytes and hashes of a file
 MOST_UNFILLED = 0.01  # of a run's samples may lie in buckets that fill no batch
 
 Problems = list[tuple[str, str]]
@@ -83,10 +87,18 @@ def folder_problems(key: str, source: StreamConfig, stage: Stage) -> Problems:
 def _holds_another_stage(local: str, stage: Stage) -> bool:
     """True where a cache folder was filled from another stage; an index that is only damaged has most shards of its own."""
     try:
-        cached = set(re.findall(rf'"{HASH}": ?"(\w+)"', Path(local, INDEX).read_text()))
+        text = Path(local, INDEX).read_bytes()
+        if hashlib.sha256(text).hexdigest() == stage.index_sha256:
+            return False
+        cached = {_as_key(json.loads(entry)) for entry in FILE_ENTRY.findall(text.decode())}
     except (OSError, ValueError):  # none, or broken: it is fetched again
         return False
-    return 2 * len(cached.intersection(stage.digests())) < len(cached)
+    files = (file for shard in stage.shards for file in (shard["raw_data"], shard["zip_data"]) if file)
+    return 2 * len(cached.intersection(map(_as_key, files))) < len(cached)
+
+
+def _as_key(file: Mapping[str, Any]) -> str:
+    return json.dumps(file, sort_keys=True)
 
 
 def together(

@@ -177,7 +177,10 @@ def explain_store_error(error: BaseException, location: str, done: str = "read")
         name, cause, reason = _reason_of(further)
     server = next((os.environ[name] for name in ENDPOINT_VARIABLES if os.environ.get(name)), "AWS")
     endpoint = _without_password(server) if scheme == "s3" else f"{scheme}://{place.netloc}"
-    names = {"bucket": place.netloc, "endpoint": endpoint, "host": _split(endpoint).hostname, "error": _line(cause)}
+    inside = [kept for each in _causes(error) if isinstance(kept := getattr(each, "kwargs", None), dict)]
+    asked = next((kept["endpoint_url"] for kept in inside if "endpoint_url" in kept), endpoint)
+    host = _split(asked).hostname or asked
+    names = {"bucket": place.netloc, "endpoint": endpoint, "host": host, "error": _line(cause)}
     code = f" ({name})" if _answer(cause) else ""
     todo = reason.todo if scheme == "s3" else reason.todo.replace("S3_ENDPOINT_URL", "the address")
     return masking.masked(f"{location} cannot be {done}: {reason.what.format(**names)}{code}. {todo.format(**names)}.")

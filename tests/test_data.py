@@ -287,10 +287,12 @@ def test_values_that_cannot_be_are_named(stage, tmp_path):
     damaged = (stage / "index.json").read_text().replace('"samples": ', '"sumples": ', 1)
     (tmp_path / "index.json").write_text(damaged)  # most shards are still the stage's
     assert texts(remote=str(stage), local=str(tmp_path)) == []
-    (tmp_path / "index.json").write_text(json.dumps({"xxh64": "0" * 16}))
-    assert texts(remote=str(stage), local=str(tmp_path)) == [
-        f"data.local: {tmp_path} holds shards of another stage than {stage}. Give another folder, or remove this one."
-    ]
+    for hashes in ({"xxh64": "0" * 16}, {"md5": "0" * 32}, {}):  # a data set of others may have no digests
+        raw = {"basename": "shard.00000.mds", "bytes": 5, "hashes": hashes}
+        (tmp_path / "index.json").write_text(json.dumps({"shards": [{"raw_data": raw}]}))
+        assert texts(remote=str(stage), local=str(tmp_path)) == [
+            f"data.local: {tmp_path} holds shards of another stage than {stage}. Give another folder, or remove this one."
+        ]
     link = tmp_path / "link"
     link.symlink_to(stage)
     assert "is data.remote too" in texts(remote=str(stage), local=str(link))[0]

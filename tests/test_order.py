@@ -6,7 +6,7 @@ import re
 
 import pytest
 from conftest import TINY_RUN, run
-from streaming import MDSWriter
+from streaming import MDSWriter, Stream, StreamingDataset
 from streaming.base.batching import generate_work
 from streaming.base.world import World
 
@@ -40,6 +40,35 @@ def stream_of(folders, *, weights=({}, {}), batch_size=3, **arguments):
     streams = [RetryingStream(local=str(f), **weight) for f, weight in zip(folders, weights, strict=False)]
     arguments = {"shuffle": True, "shuffle_seed": 5, "shuffle_block_size": 16, "num_canonical_nodes": 1, **arguments}
     return Numbers(streams=streams, batch_size=batch_size, **arguments)
+
+
+class PlainNumbers(StreamingDataset):
+    """The numbers of samples, as streaming itself reads them."""
+
+    def __getitem__(self, at):
+        return int(at)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    "weights",
+    [({}, {}), ({"repeat": 2.0}, {}), ({"choose": 20}, {"repeat": 1.5}), ({"proportion": 0.3}, {"proportion": 0.7})],
+)
+def test_epochs_have_the_samples_of_streaming_in_its_order_after_a_resume_too(stages, weights, shuffle):
+    ours = stream_of(stages, weights=weights, shuffle=shuffle)
+    arguments = dict(shuffle=shuffle, shuffle_seed=5, shuffle_block_size=16, num_canonical_nodes=1, batch_size=3)
+    streams = [Stream(local=str(f), **weight) for f, weight in zip(stages, weights, strict=True)]
+    plain = PlainNumbers(
+        streams=streams, partition_algo="relaxed", shuffle_algo="py1e", sampling_granularity=1, **arguments
+    )
+    expected = [list(plain) for _ in range(2)]
+    whole = [epoch[: len(epoch) // 3 * 3] for epoch in expected]
+    assert [[number for batch in ours for number in batch["numbers"]] for _ in range(2)] == whole
+    ours.let_go()
+    resumed = stream_of(stages, weights=weights, shuffle=shuffle)
+    resumed.resume(1, 12)
+    assert [number for batch in resumed for number in batch["numbers"]] == whole[1][12:]
+    resumed.let_go()
 
 
 @pytest.mark.parametrize("sizes", [None, [0, 1]], ids=["one size", "buckets"])

@@ -140,6 +140,12 @@ def test_a_region_that_cannot_be_is_named_with_its_variable(monkeypatch):
     assert told.startswith("s3://easel/mom cannot be read: the region is none (") and "Set AWS_DEFAULT_REGION" in told
 
 
+def test_a_server_of_aws_whose_name_does_not_resolve_is_named():
+    error = EndpointConnectionError(endpoint_url="https://easel.s3.amazonaws.com/mom", error=socket.gaierror(-2, "no"))
+    told = explain_store_error(error, "s3://easel/mom")
+    assert told.startswith("s3://easel/mom cannot be read: the name easel.s3.amazonaws.com does not resolve. ")
+
+
 def answer(code: str, status: int) -> Exception:
     return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetObject")
 

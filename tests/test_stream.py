@@ -186,6 +186,15 @@ def test_what_this_machines_disk_says_is_not_waited_for(tmp_path):
     )
 
 
+@pytest.mark.timeout(60, func_only=True)
+def test_a_disk_that_is_full_is_not_waited_for_where_shards_are_copied_from_a_folder(tmp_path):
+    """shutil.copy names the file that it reads."""
+    full = OSError(errno.ENOSPC, "No space left on device", "/data/stage/x.mds", None, str(tmp_path / "x.mds.tmp"))
+    with pytest.raises(StreamFailure) as error:
+        fetched(Away(9, full), tmp_path / "x.mds")
+    assert str(error.value).startswith(f"data.local: {tmp_path}/x.mds: No space left on device, while x.mds was ")
+
+
 def test_an_answer_400_is_tried_once_more_without_credentials_and_no_oftener(tmp_path, monkeypatch):
     """Streaming's own downloader calls itself from within itself, without end."""
     import http.server
