@@ -144,7 +144,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> list
             continue
         if isinstance(was, dict) and isinstance(now, dict):
             found += _differences(was, now, f"{at}{key}.")
-        elif key != "parts" or not isinstance(was, list):
+        elif key != "parts" or not (isinstance(was, list) and isinstance(now, list)):
             found.append(f"{at}{key} was {json.dumps(was)}, is {json.dumps(now)}")
         elif changed := _changed_folders(was, now):
             found.append(f"files in {', '.join(changed)} changed since it was started")

@@ -62,8 +62,10 @@ class Header(tarfile.TarInfo):
 
     # The map of a sparse file, which is not read, can have any length: it is skipped.
 
+    _sparse_structs: Any
+
     def _proc_sparse(self, tarfile: Any) -> Any:
-        is_more = self._sparse_structs[1]  # type: ignore[attr-defined]
+        is_more = self._sparse_structs[1]
         while is_more:
             is_more = tarfile.fileobj.read(BLOCK)[504]
         self._sparse_structs = [], False, 0
