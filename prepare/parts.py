@@ -144,14 +144,26 @@ def _differences(old: dict[str, Any], new: dict[str, Any], at: str = "") -> list
             continue
         if isinstance(was, dict) and isinstance(now, dict):
             found += _differences(was, now, f"{at}{key}.")
-        elif key != "parts" or not isinstance(was, list):
+        elif key != "parts" or not (isinstance(was, list) and isinstance(now, list)):
             found.append(f"{at}{key} was {json.dumps(was)}, is {json.dumps(now)}")
+        elif changed := _changed_folders(was, now):
+            found.append(f"files in {', '.join(changed)} changed since it was started")
         elif len(was) != len(now):
             found.append(f"parts were {len(was)}, are {len(now)}")
         else:
             number = next(number for number in range(len(now)) if was[number] != now[number])
             found += _differences(was[number], now[number], f"{part_name(number)}.")
     return found
+
+
+def _changed_folders(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the folders of files that two lists of parts share, but with other files."""
+    names = {one["folder"] for one in old if "folder" in one} & {one["folder"] for one in new if "folder" in one}
+
+    def files(parts: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+        return [one for one in parts if one.get("folder") == name]
+
+    return sorted(name for name in names if files(old, name) != files(new, name))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

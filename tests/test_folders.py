@@ -139,4 +139,4 @@ def test_a_folder_whose_files_changed_is_another_input(tmp_path, by_ten, capsys,
     capsys.readouterr()
     assert shards.main(words) == 2 and tree(out) == before
     state = "finished" if is_finished else "unfinished"
-    assert f"OUT: {out} holds the {state} work of another command: part-00000.bytes was " in capsys.readouterr().err
+    assert f"OUT: {out} holds the {state} work of another command: files in " in capsys.readouterr().err

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import random
 import subprocess
 import tarfile
 import tempfile
@@ -100,9 +101,33 @@ def test_a_sparse_file_is_named_and_what_follows_it_is_read(tmp_path):
         subprocess.run(words, cwd=tmp_path, check=True)
         assert (tmp_path / "t.tar").stat().st_size < 60 * 2**16
         assert read_all((tmp_path / "t.tar").read_bytes()) == {"holes.jpg": None, "z.txt": b"z"}
+        with open_tar(tmp_path / "t.tar") as tar:
+            assert [one.sparse for one, _ in members(tar)] == [[], None]  # a map can have any length
+
+
+def test_what_lies_before_the_damage_of_a_compressed_tar_is_read(tmp_path):
+    data = gzip.compress(tar_of({f"{n}.txt": random.Random(n).randbytes(5000) for n in range(3)}))
+    for damaged in (data[:-3], data[:-8] + bytes(8), data + b"junk"):
+        (tmp_path / "t.tar.gz").write_bytes(damaged)
+        names = []
+        with pytest.raises((EOFError, gzip.BadGzipFile)), open_tar(tmp_path / "t.tar.gz") as tar:
+            for one, _ in members(tar):
+                assert len(tar.extractfile(one).read()) == 5000
+                names.append(one.name)
+        assert names == ["0.txt", "1.txt", "2.txt"]
 
 
 # --- hostile headers ---
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_extended_headers_are_held_for_one_file_only_and_are_few(kind):
+    record = b"14 path=x.txt\n"
+    extended = header(kind, len(record)) + record + bytes(-len(record) % BLOCK)
+    with pytest.raises(SourceError, match="^has more than 8 extended headers of one file$"):
+        read_all(extended * 9 + tar_of({"a.txt": b"a"}))
+    first = "x.txt" if kind == tarfile.XHDTYPE else "a.txt"
+    assert read_all(extended * 8 + tar_of({"a.txt": b"a", "b.txt": b"b"})) == {first: b"a", "b.txt": b"b"}
 
 
 def header(kind: bytes, size: int, **more: Any) -> bytes:
