@@ -205,6 +205,15 @@ def test_a_runs_folder_has_all_its_windows_and_its_summary_is_the_same_record(tm
     assert [found.middle, found.least, found.greatest] == pytest.approx(kept, rel=1e-5)
 
 
+def test_every_key_that_differs_between_two_runs_folders_is_named(tmp_path):
+    folders = [Path(run_folder(tmp_path / name)) for name in "ab"]
+    config = (folders[1] / "config.yaml").read_text()
+    (folders[1] / "config.yaml").write_text(config.replace("run_name: shapes_run", "run_name: b").replace("lr: ", "lr: 1"))
+    _, notes = compare.compared(list(map(str, folders)))
+    assert notes[0].startswith("differs, setting: optimizer.lr ") and notes[1].startswith("trained in all: ")
+    assert not any("run_name" in note for note in notes)
+
+
 def test_the_speed_is_that_of_a_device(record):
     short = record(num_devices=2, global_batch_size=16, images_per_sec_per_device=57.155)
     table, notes = compare.compared([record("one"), short])
@@ -251,7 +260,7 @@ def test_every_key_of_a_committed_record_is_of_one_kind():
         if content.get(SPEED):
             found |= compare_records.read(str(path)).settings.keys()
     speed = {*SpeedKeys.__dataclass_fields__, "precision", "device_train_microbatch_size", "optimizer_states"}
-    assert found == {*speed, "seed", "max_duration", "program"}
+    assert found == {*speed, "seed", "max_duration", "program", "copy_stream"}  # the last one of earlier commits
 
 
 def test_repeated_runs_are_one_value_each(record):
