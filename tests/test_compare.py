@@ -208,7 +208,9 @@ def test_a_runs_folder_has_all_its_windows_and_its_summary_is_the_same_record(tm
 def test_every_key_that_differs_between_two_runs_folders_is_named(tmp_path):
     folders = [Path(run_folder(tmp_path / name)) for name in "ab"]
     config = (folders[1] / "config.yaml").read_text()
-    (folders[1] / "config.yaml").write_text(config.replace("run_name: shapes_run", "run_name: b").replace("lr: ", "lr: 1"))
+    (folders[1] / "config.yaml").write_text(
+        config.replace("run_name: shapes_run", "run_name: b").replace("lr: ", "lr: 1")
+    )
     _, notes = compare.compared(list(map(str, folders)))
     assert notes[0].startswith("differs, setting: optimizer.lr ") and notes[1].startswith("trained in all: ")
     assert not any("run_name" in note for note in notes)

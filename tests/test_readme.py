@@ -596,8 +596,6 @@ def spread(made: dict, key: str, digits: str) -> str:
         ("micro", "ema_over_flat", ".2f"),
         ("mixture", "two_over_one", ".2f"),
         ("mixture", "buckets_over_square", ".2f"),
-        ("order", "streaming_over_ours_cpu_sec", ".2f"),
-        ("order", "streaming_over_ours_gib", ".2f"),
         ("fid_speed", "total_speedup", ".2f"),
         ("data_speed", "speedup_vs_webdataset_worker", ".2f"),
         ("data_speed", "speedup_vs_webdataset16_worker", ".2f"),
@@ -619,15 +617,6 @@ def test_seconds_and_bytes_of_a_page_are_those_of_the_record():
     for num in made["windows"]:
         row = f"| {num:,} | {spread(made, f'windows_{num}_sec', '.1f')} | {made[f'windows_{num}_bytes'] / 1e6:.2f} |"
         assert row in PAGES["docs/looking.md"] and made["commit"]
-
-
-def test_the_figures_of_each_order_are_those_of_the_record():
-    made = record("order")
-    for name in (key.removesuffix("_cpu_sec") for key in made["by_round"] if key.endswith("_cpu_sec")):
-        cost = f"| {made[f'{name}_cpu_sec']:.2f} | {made[f'{name}_gib']:.2f} "
-        row = f"{cost}| {made[f'{name}_shards_at_once']:,.0f} | {made[f'{name}_shards_a_batch']:.0f} |"
-        assert row in PAGES["docs/benchmarks.md"]
-    assert f"an epoch of {made['config']['samples']:,} samples" in PAGES["docs/benchmarks.md"]
 
 
 def test_the_other_figures_of_data_and_store_are_those_of_their_records():
