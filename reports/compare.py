@@ -26,12 +26,14 @@ from cli.limits import shown
 from record.files import SUMMARY
 from reports.compare_records import ALIKE_FRAC, NOT_RECORDED, RUN, WORK, Record, read
 from reports.marks import Row, Table, in_markdown, in_text, read_words, rewrite
-from reports.page_facts import differing
+from reports.page_facts import OWN_KEYS, differing
 from reports.page_text import figure, plain
 from reports.verdicts import LESS, MORE, Ratio, Sample, ratio_of
 
 MOST_RECORDS = 16
 MADE_WITH = ("torch_version", "commit")
+OF_NO_SPEED = ("loggers.", "cost.")
+"""Sections of a configuration whose differences are not listed."""
 FIRST = "the first"
 
 
@@ -178,8 +180,13 @@ def notes_of(records: Sequence[Record]) -> list[str]:
     """Return a line for each key that differs, settings first, and for what has to be known of the records."""
     other = other_work(records)
     notes = [f"allowed by across: {key} {' | '.join(map(_value, values))}" for key, values in other.items()]
-    for what, of in (("setting", "settings"), ("machine", "machine")):
-        rows = differing([getattr(record, of) for record in records])
+    settings = differing([record.settings for record in records])
+    if all(record.config for record in records):
+        named = {row.name for row in settings} | {key for record in records for key in (*record.what, *record.machine)}
+        rows = differing([record.config for record in records], OWN_KEYS)
+        rows = [row for row in rows if not {row.name, row.name.rpartition(".")[2]} & named]
+        settings += [row for row in rows if not row.name.startswith(OF_NO_SPEED)]
+    for what, rows in (("setting", settings), ("machine", differing([record.machine for record in records]))):
         notes += [f"differs, {what}: {row.name} {' | '.join(text for text, _ in row.cells)}" for row in rows]
     if not notes:
         notes.append("nothing that was recorded differs: two starts of the same. Repeated runs, with commas, say more")

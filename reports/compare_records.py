@@ -16,7 +16,7 @@ from typing import Any
 from cli.files import read_regular
 from cli.limits import given_as, kind_of_path, shown
 from record.files import SUMMARY
-from record.history import Line, is_run, number_of
+from record.history import Line, is_run, number_of, read_history
 from record.summary import COST_KEYS, RESULT_KEYS, VAL_LOSS
 from reports.verdicts import Sample, sample_of
 
@@ -70,6 +70,8 @@ class Record:
     what: Mapping[str, Any] = field(default_factory=dict)
     """Keys that have to be the same."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Every key of a run whose folder is there."""
     machine: Mapping[str, Any] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     """What a reader has to know of how it was made."""
@@ -119,7 +121,9 @@ def _read_one(word: str) -> Record:
         "async_loss" if key == "late_loss" else key: value for key, value in content.items()
     }  # committed records
     name = path.parent.resolve().name if path.name == SUMMARY else path.stem
-    return (_run if SPEED in content else _of_bench)(where, path, name, content)
+    record = (_run if SPEED in content else _of_bench)(where, path, name, content)
+    is_of_folder = path.name == SUMMARY and is_run(path.parent)
+    return replace(record, config=read_history(path.parent).config) if is_of_folder else record
 
 
 # --- runs ---

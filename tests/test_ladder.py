@@ -278,7 +278,7 @@ def test_no_rung_is_started_after_the_budget(tmp_path, monkeypatch, capsys):
 def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path, monkeypatch, capsys):
     """The code of `make gpu-ladder` with three rungs of its CPU form and fewer batches: one is refused, none is run twice.
 
-    The rungs start warm, as all programs of tests; tests/test_micro.py has a run that starts cold.
+    The rungs start warm, as all programs of tests.
     """
     steps = OmegaConf.to_container(OmegaConf.load(ROOT / "yamls/ladders/sd2_tiny_cpu.yaml"))
     kept = {rung["name"]: rung for rung in steps["rungs"] if rung["name"] in ("online", "aside_profile", "too_large")}
