@@ -125,8 +125,6 @@ def problems_of(config: RunConfig) -> list[Problem]:
         return [Problem("data.synthetic: false. This program measures synthetic data alone: data.synthetic=true.")]
     given = {key.name: (getattr(config, key.name), key.default) for key in dataclasses.fields(SpeedKeys)}
     given |= {"profile.batches": (config.profile.batches, 0), "eval.when": (config.eval.when, "off")}
-    if config.precision == "fp8":
-        given["precision"] = (config.precision, None)
     found = [
         Problem(f"{key}: {value}. The predecessor has nothing of the kind: leave it out.", (key,))
         for key, (value, default) in given.items()
