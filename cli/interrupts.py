@@ -24,6 +24,7 @@ CODE = 128 + signal.SIGINT
 
 _text = "Interrupted. The same command starts it again."
 _is_begun = False
+_most = 2  # interrupts: the last one ends the process
 _pipe: list[int] = []
 
 
@@ -43,24 +44,34 @@ def begin() -> None:
         _pipe[:] = os.pipe()
         os.set_blocking(_pipe[1], False)
         signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
-        threading.Thread(target=_end_at_the_second, daemon=True).start()
+        threading.Thread(target=_end_at_the_last, daemon=True).start()
         os.register_at_fork(after_in_child=_ignore)
 
 
-def _end_at_the_second() -> None:
+def _end_at_the_last() -> None:
     num = 0
-    while num < 2:
+    while num < _most:
         num += os.read(_pipe[0], 512).count(signal.SIGINT)
+    if _most == 1:
+        say()
     os._exit(CODE)
 
 
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
     """Let SIGTERM and SIGINT end this process at once: the main thread waits in C++ code, and nothing is to be saved."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    global _most
+    ways = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: _leave_to_thread if _pipe else signal.SIG_DFL}
+    handlers = {number: signal.signal(number, way) for number, way in ways.items()}
+    _most = 1
     yield
+    _most = 2
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def _leave_to_thread(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the thread hears it too."""
 
 
 def say() -> None:

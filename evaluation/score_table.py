@@ -88,14 +88,17 @@ def add_row(path: Path, row: Row, known_by: Iterable[str]) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write eval.jsonl, then eval.csv, each whole or not at all; numbers come back as they were, to the last digit."""
+    """Write eval.csv, then eval.jsonl, each whole or not at all; numbers come back as they were, to the last digit.
+
+    A row that a killed command has put into the first alone is scored again, and both are written again.
+    """
     rows = [_row({key: finite(value) for key, value in row.items()}) for row in rows]  # JSON has no nan
     empty = dict.fromkeys(FIRST)
     lines = "".join(json.dumps(empty | row | {key: None for key in NEEDED if key not in row}) + "\n" for row in rows)
     table = _as_csv(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path.with_suffix(".jsonl"), lines)
     write_whole(path.with_suffix(".csv"), table)
+    write_whole(path.with_suffix(".jsonl"), lines)
 
 
 def _as_csv(rows: Sequence[Row]) -> str:

@@ -102,6 +102,13 @@ def test_a_writer_that_fails_leaves_the_table_before_it(tmp_path):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before and len(before) == 2
 
 
+def test_a_row_that_only_one_of_both_files_would_have_is_scored_again(tmp_path):
+    (tmp_path / "eval.csv").mkdir()
+    with pytest.raises(ValueError, match="cannot be written"):
+        add_row(tmp_path / "eval.jsonl", ROW, ["model"])
+    assert read_rows(tmp_path / "eval.jsonl") == []
+
+
 def test_the_curves_are_drawn_for_several_models_and_without_one_of_the_figures(tmp_path):
     rows = [
         {**ROW, "model": model, "images": 24 * n, "guidance": float(n), "fid": 90.0 / n, "clip": 0.05 * n}

@@ -224,6 +224,13 @@ def test_an_address_of_wandb_that_is_none_or_has_a_key_in_it_is_refused(wandb_at
         assert f"{key}: {said}\n" == NOT_VALID, address
 
 
+@pytest.mark.parametrize("given", [40 * "\u043a", 20 * "k" + "\n" + 20 * "k"])
+def test_a_key_of_wandb_that_no_request_can_have_is_refused_unseen(wandb_at, given):
+    wandb_at("https://wandb.ai.example", given)
+    [(key, said)] = LoggersConfig(wandb=WandbConfig(project="p")).problems()
+    assert f"{key}: {said}\n" == NOT_VALID
+
+
 @pytest.mark.parametrize("address", ["nonsense", "https://user:SECRET@host"])
 def test_and_that_before_anything_starts(wandb_at, tmp_path, capsys, address):
     wandb_at(address, "k" * 40)

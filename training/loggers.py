@@ -100,7 +100,7 @@ def _wandb_login() -> tuple[str, str | None]:
         server, key = settings.base_url.rstrip("/"), settings.api_key
         urlsplit(server).port  # noqa: B018  # raises ValueError where it is none
         # wandb would write the credentials of an address into its log.
-        is_valid = not re.search(r"[@\s?#]", server)
+        is_valid = not re.search(r"[@\s?#]", server) and not re.search("[^!-~]", key or "")
     except (wandb.errors.UsageError, ValueError):
         is_valid = False
     if not is_valid:

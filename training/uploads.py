@@ -234,6 +234,7 @@ class Uploads:
             if name == STARTS:
                 self._own.add(digest_of(copy))
             self.store.put(copy, name, self._sending(name))
+            self._most_sent.pop(name, None)  # it is sent again when it has grown
             self._there[name], self._record[name] = copy.stat().st_size, stamp
         finally:
             copy.unlink(missing_ok=True)
