@@ -63,9 +63,7 @@ def test_two_ranks_train_on_what_others_have_written_are_killed_and_go_on(tmp_pa
     [cache] = (tmp_path / "cache/easel/stages").iterdir()
     shard = sorted(cache.glob("shard.*.mds"))[0]
     content = shard.read_bytes()
-    shard.write_bytes(
-        content[:-1] + bytes([255 - content[-1]])
-    )  # what was read is compared with the digest that was kept
+    shard.write_bytes(content[:-1])  # without hashes its size is compared
     done = run(*killed)
     assert done.returncode == 0, done.stderr
     assert "resumes from batch" in done.stderr and shard.read_bytes() == content
