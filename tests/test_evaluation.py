@@ -520,7 +520,7 @@ def test_an_end_in_the_last_evaluation_loses_no_loss(words_of, tmp_path, monkeyp
 
     def ended(self, *given):
         for thread in threading.enumerate():  # the checkpoint before it is written meanwhile
-            if thread.name == "behind":
+            if thread.name == "checkpoints":
                 thread.join()
         if (tmp_path / "ended" / "checkpoints").is_dir() and any("000006" in p.name for p in listed_of(tmp_path)):
             raise KeyboardInterrupt
