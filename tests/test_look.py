@@ -341,7 +341,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(stage, tmp_path, ca
         (["{tmp}/none", "{tmp}/a.png"], "REMOTE: no folder {tmp}/none. "),
         (["ftp://b/in", "{tmp}/a.png"], "REMOTE: ftp://b/in is in no known store. Possible: "),
         (["{videos}"], "REMOTE: {videos} is a stage of videos. Possible: a stage of images or moments"),
-        (["{pickled}", "{tmp}/a.png"], "REMOTE: {pickled}/shard.00000.mds has a pickled column, evil, "),
+        (["{pickled}", "{tmp}/a.png"], "REMOTE: {pickled}/index.json: shards[0].column_encodings is "),
         (["{in}", "{in}/a.png"], "OUT: {in} lies in {in}, which is only read. "),
         (["{in}", "{tmp}/a.jpg"], "OUT: {tmp}/a.jpg is not a PNG file on this machine. "),
         (["{in}", "/proc/x/a.png"], "OUT: /proc/x cannot be written: "),

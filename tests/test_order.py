@@ -130,6 +130,6 @@ def test_ranks_that_wait_for_an_order_without_room_end_with_the_one_that_makes_i
     said = done.stdout + done.stderr
     if "unshare failed" in said or "mount:" in said:
         pytest.skip("no mount namespace here")
-    text = "data: /dev/shm has no room for the order of 3,000,064 samples, 0.0224 GiB. Enlarge it (docker run "
+    text = "data: /dev/shm has no room for the order of 3,000,000 samples, 0.0224 GiB. Enlarge it (docker run "
     assert done.returncode == 1 and len(re.findall(f"(?m)^{re.escape(text)}", done.stderr)) == 1, said
     assert said.count(f"rank 0 has stopped: {text}") == 1 and "Traceback" not in said, said

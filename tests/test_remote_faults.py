@@ -125,7 +125,7 @@ def test_a_store_that_stays_away_ends_the_run_with_what_is_missing_and_the_same_
     told = capsys.readouterr()
     assert told.out == "" and "Traceback" not in told.err
     last = told.err.splitlines()[-1]
-    assert last.startswith(f"save.remote: {REMOTE}/a does not have all of this run: full-ba0000000000")
+    assert last.startswith(f"save.remote: {REMOTE}/a does not have all of this run: weights-im0000000000")
     assert f" not there after 3 s; {REMOTE}/a cannot be written: " in last
     assert last.endswith(f" {tmp_path}/a is whole: the same command uploads the rest.")
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["batches"] == 10
