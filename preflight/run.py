@@ -33,6 +33,7 @@ from stages.order import memory_gib
 from training import adamw, adapter, health, remote, sharding, warm_start
 from training import microbatch as microbatch_search
 from training.cost import Cost, has_average_on_device, measure_cost
+from training.mlflow_logger import sqlite_file
 from training.optimizer import total_batches
 from training.published import as_begun
 from training.run_config import RunConfig, needs_encoders, resolve, wants_own_rate
@@ -126,8 +127,9 @@ def _run_problems(config: RunConfig) -> list[Problem]:
     folders = {f"{key}.local": source.local for key, source in sources if source.remote}
     if logs.tensorboard is not None and logs.tensorboard.log_dir is not None:
         folders["loggers.tensorboard.log_dir"] = str(Path(logs.tensorboard.log_dir, config.run_name or ""))
-    if logs.mlflow is not None and (file := logs.mlflow.file(Path(config.run_folder, config.run_name or ""))):
-        folders["loggers.mlflow"] = str(file.parent)
+    if logs.mlflow is not None:
+        address = logs.mlflow.address(Path(config.run_folder, config.run_name or ""))
+        folders["loggers.mlflow"] = str(file.parent) if (file := sqlite_file(address)) is not None else None
     texts = {key: limits.unwritable(folder) for key, folder in folders.items() if folder}
     found += _named((key, text) for key, text in texts.items() if text)
     if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():

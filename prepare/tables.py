@@ -236,6 +236,8 @@ def _value_of(scalar: Any, name: str, lost: Counter[str]) -> Any:
     try:
         return scalar.as_py()
     except BAD:
+        if isinstance(scalar, needed("pyarrow").DictionaryScalar):
+            return _value_of(scalar.value, name, lost)
         if isinstance(scalar, needed("pyarrow").StringScalar):
             return scalar.as_buffer().to_pybytes().decode("utf-8", "surrogateescape")
         lost[name] += 1

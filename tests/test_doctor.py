@@ -417,7 +417,10 @@ def test_an_index_is_read_once(examine, tmp_path, monkeypatch):
 
 def test_a_stage_without_a_shard_or_without_a_folder_is_found(examine, tmp_path):
     (path := first_shard(tmp_path / "stage")).unlink()
-    for words, text in (([], f"{path} is missing or no file, index.json"), ([f"data.remote={tmp_path}/no"], "no folder ")):
+    for words, text in (
+        ([], f"{path} is missing or no file, index.json"),
+        ([f"data.remote={tmp_path}/no"], "no folder "),
+    ):
         code, found = examine(*words)
         assert (
             code == 1 and found["store"][0][1].startswith(f"data.remote: {text}") and found["schedule"][0][0] != ERROR
