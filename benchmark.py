@@ -4,179 +4,174 @@
     composer benchmark.py yamls/sd2_512_synthetic.yaml               # throughput of SD2 on every GPU of this machine
     composer -n 8 benchmark.py data.remote=s3://bucket/laion data.local=/tmp/laion model.weights=random max_duration=1ep
 
-docs/configuration.md has every key. Values come from its defaults, then the YAML, then `key=value`. `--print_config` shows
+Values come from the defaults, then the YAML, then `key=value`; docs/configuration.md has every key. `--print_config` shows
 the resolved run and its plan, wherever it would have to run, and stops. The flags of diffusion-benchmark are aliases of keys:
 --batch_size --image_size --remote --local --use_synth_data --model_name --use_ema --wandb_name --wandb_project
 --device_train_microbatch_size.
 With no YAML: SD2 at 512 pixels, global batch 2048, 30 batches.
 
-A run with a name resumes from its newest checkpoint when the same command is given again; a finished one says so. Where it
-writes checkpoints, Ctrl-C, SIGTERM and SIGUSR1 end it after the current batch, with one more checkpoint if there is time.
+A run with a name resumes from its newest checkpoint when the same command is given again; a finished one prints its result.
+If it writes checkpoints, Ctrl-C, SIGTERM and SIGUSR1 end it after the current batch, with another checkpoint if time permits.
 
-Exit code: 0, or 2 when the configuration cannot run (every problem on a line of stderr), 1 when the data cannot be had any
-more, the memory was not enough or the run failed otherwise, 128 + signal after a signal.
+Exit code: 0, or 2 when the configuration cannot run (every problem on a line of stderr), 1 when the data became unavailable,
+the memory was not enough or the run failed otherwise, 128 + signal after a signal.
 """
 
 from __future__ import annotations
 
 import gc
 
-from cli import interrupts
+from common import interrupts
+from config import load, refuse_early, replace_keys, to_written_dict
 
 if __name__ == "__main__":
-    interrupts.told("benchmark.py: interrupted before it began. The same command starts it again.")
-gc.disable()  # while libraries are loaded: a quarter of that time went into looking at what they have brought
+    interrupts.print_on_interrupt("benchmark.py: interrupted before it began. The same command starts it again.")
+    refuse_early(__file__)
+gc.disable()  # during the imports: garbage collection took a quarter of their time
 
 import contextlib
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 import torch
-from composer import Callback, Trainer
-from composer.core import DataSpec
-from composer.devices import Device
+from composer import Trainer
 from composer.utils import dist
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from callbacks.gradient_norm import GradientNorm
 from callbacks.mlperf_log import MLPerfLog
-from callbacks.run_record import RunRecord
-from cli import errors, masking, ranks
-from cli.command import command, start
-from cli.command_line import parse_command_line
-from cli.errors import ConfigError
-from cli.limits import ImageSize
-from cli.log import log
-from config import as_written, load
-from data import SyntheticBatches, build_data
+from checkpointing.callback import Checkpointer, StoppedBySignal
+from checkpointing.resume import identity_for_checkpoint
+from checkpointing.uploads import Uploads, start_uploads, uploading
+from common import errors, masking
+from common.command import command, start
+from common.command_line import parse_command_line
+from common.errors import ConfigError
+from common.log import log
 from ema import EMA
-from evaluation.scoring import Scorer
-from model import BatchRandomness, LatentDiffusion
+from mds.loader import Loader
+from model import BatchRandomness
 from preflight import plan
 from preflight.checks import check
-from preflight.run import cost_of, microbatch_of, savings
-from record.config_file import found_batch_size
-from record.environment import asked_for_cpu
-from record.summary import result_line
-from stages.dataset import Stage
-from stages.loader import Loader
-from stages.mixture import buckets_of, opened
-from training import agreement, microbatch, published, remote, sharding, speed
-from training.between import build_samples, build_validation, catch_up, open_held_out
-from training.checkpoint_content import Progress, restore
-from training.checkpoints import Checkpointer, Stopped
-from training.cost import Cost
-from training.destinations import Destination
-from training.device import build_device, composer_precision
-from training.endings import page_if_it_fails, what_is_left, write_page
-from training.eval_callbacks import (
-    Pause,
-    build_evaluation,
-    build_mlperf_log,
-    build_scorer,
-    build_target,
-    draw_evaluations,
-    outcome_of,
-)
-from training.health import build_health
-from training.loggers import WandbMode, build_loggers, reach
-from training.optimizer import build_optimizer, build_schedule, total_batches
-from training.resume import RunState, check_encoders, check_evaluations, check_validations, kept, open_run
-from training.run_callbacks import (
+from ranks import collectives
+from run_folder.environment import asked_for_cpu
+from run_folder.history import result_line
+from training import memory, speed
+from training.builders import (
+    EvalContext,
+    advice_after_signal,
+    apply_saved_settings,
+    build_batches,
     build_checkpointer,
+    build_evaluation,
+    build_learning,
     build_losses,
+    build_mlperf_log,
+    build_networks,
     build_profile,
     build_record,
+    build_samples,
+    build_start_settings,
+    build_target,
     build_throughput,
+    build_trainer,
+    build_validation,
     facts_of,
+    folder_of,
+    log_downloads,
+    measure_step_cost,
+    open_held_out,
 )
-from training.run_config import ALIASES, RunConfig, as_tried, build_for_training, resolve
-from training.trainer import NonBlockingTrainer
-from training.warm_start import load_start
-from zoo.mlperf import benchmark_of
+from training.config import ALIASES, RunConfig, drop_gpu_only_keys, resolve
+from training.finish import catch_up, draw_evaluations, outcome_of, page_if_it_fails, write_page
+from training.health import build_health
+from training.loggers import Destination, check_loggers
+from training.start import find_standing, has_separate_folders
+from training.trainer import DIST_TIMEOUT_SEC, build_device
 
-gc.freeze()  # what is loaded stays
+gc.freeze()  # never scan the imported modules
 gc.enable()
-
-DIST_TIMEOUT_SEC = 1800.0
 
 # --- the run ---
 
 
-def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None) -> dict[str, Any]:
+def train(requested: RunConfig, began: float, uploads: Uploads | None = None) -> dict[str, Any]:
     """Run one resolved configuration, begun at this time, to its end and return the figures of its result line."""
-    # Set up: the device, the other ranks, a name that all of them have.
-    assert config.precision is not None and config.run_name is not None
-    device = build_device(config.precision)
-    config, watch = agreement.meet(config, device, DIST_TIMEOUT_SEC)
-    config, result = remote.bring_back(config, uploads)
-    if result is not None:
-        return result
+    # Set up: the device.
+    assert requested.precision is not None and requested.run_name is not None
+    device = build_device(requested.precision)
 
-    # Resume: the run's folder is this start's; it resumes from the newest whole checkpoint, or starts from the beginning.
-    run = open_run(config)
-    with run.or_nothing():
-        logged = ranks.on_rank_zero(lambda: reach(config.loggers, run.folder))
+    # Resume: all ranks agree, and lock the run's folder; it resumes from the newest whole checkpoint, or from the beginning.
+    standing = find_standing(build_start_settings(requested), device, DIST_TIMEOUT_SEC, uploads)
+    if standing.run is None:
+        return standing.result
+    config, run = replace_keys(requested, standing.changes), standing.run
+    with run.cleanup_on_error():
+        logged = collectives.on_rank_zero(lambda: check_loggers(config.loggers, run.folder))
 
-        # Networks: all that is frozen or trained, on the device; what else there is of this run agrees with it.
-        networks = build_networks(config, run, device)
-        given, config, model = config, networks.config, networks.model
+        # Model: all networks, on the device; what else there is of this run agrees with them. `fitted` has the batch sizes
+        # that fit this machine.
+        cost = measure_step_cost(config)
+        networks = build_networks(config, run, device, lambda model: plan.find_microbatch(config, model, cost))
+        model, eval_section = networks.model, dataclasses.replace(config.eval, batch_size=networks.eval_batch_size)
+        fitted = dataclasses.replace(config, device_train_microbatch_size=networks.microbatch, eval=eval_section)
         average = EMA(config.ema) if config.ema.enabled else None
-        health = build_health(config, watch, model, average)
+        health = build_health(config.health, config.sharding, standing.watch, model, average)
 
-        # Data: from where the run stands on. No rank begins a batch before all have theirs, or have heard a signal.
-        losses = build_losses(config, run.folder, model)
-        ready, identity = health.before_saving(losses.settle), kept(networks.identity)
+        # Data: from the run's progress on. No rank begins a batch before all have theirs, or have heard a signal.
+        losses = build_losses(config.data.sources, run.folder, model, is_async=config.async_loss)
+        ready, identity = health.before_saving(losses.settle), identity_for_checkpoint(networks.identity)
         checkpointer = build_checkpointer(config, run.folder, model, average, identity, ready, run.checkpoint, uploads)
-        data = build_batches(config, networks, run.progress, health.noting(checkpointer.all_ready))
-        held_out = open_held_out(config, model.family, networks.held_out, networks.stages)
+        data = build_batches(config, networks, run.progress, health.watching(checkpointer.all_ready))
+        held_out = open_held_out(config, model.family, networks.held_out, networks.datasets)
 
-        # Optimizer: with schedule and EMA, brought to where the run stands.
+        # Optimizer, schedule and EMA: restored to the run's progress.
         learning = build_learning(config, model, average, run, epoch_batches=len(data.dataloader))  # type: ignore[arg-type]
         is_over = run.progress.batch >= learning.num_batches
-        if result := run.finished(config, is_over=is_over):
+        if result := standing.find_result(is_over=is_over):
             return result
-        dist.barrier()  # what one rank refuses is not on record
+        dist.barrier()  # nothing is recorded of a start that one rank refuses
 
         # Callbacks: clocks, the record, checkpoints, evaluation, and Composer's Trainer, which calls them.
-        throughput = build_throughput(config, networks.cost, networks.sizes, health)
+        throughput = build_throughput(config.measure, cost, networks.sizes, health)
         loader = data.dataloader if isinstance(data.dataloader, Loader) else None
-        facts = facts_of(config, networks.cost, model.encoders.fingerprints, networks.identity, networks.sizes)
+        facts = facts_of(fitted, networks, cost)
         gradient_norm = GradientNorm(config.optimizer.clip_norm)
-        record = build_record(
-            config, facts, given=given, throughput=throughput, gradient_norm=gradient_norm, losses=losses, loader=loader
-        )
+        record = build_record(config, fitted, facts, throughput, gradient_norm, losses, loader)
         record.start(run.progress.batch, images=run.progress.images, began=began, lost=run.lost)
-        run.say(record.num_starts)
-        measured = None if config.eval.weights == "training" else average
-        pause = Pause(throughput, record, checkpointer, measured)
-        validation = build_validation(config, model, held_out, networks.held_out, pause)
-        samples = build_samples(config, model, pause)
-        evaluation = build_evaluation(config, networks.scorer, model, pause)
-        target = build_target(config, evaluation, record)
-        mlperf_log = build_mlperf_log(config, networks.stages, networks.held_out, record)
+        run.log_status(record.num_starts)
+        context = EvalContext(throughput, record, checkpointer, None if config.eval.weights == "training" else average)
+        validation = build_validation(fitted, model, held_out, networks.held_out, context)
+        samples = build_samples(fitted, model, context)
+        grids = not config.samples.is_given  # else they have their own points
+        evaluation = build_evaluation(config.eval, networks.scorer, model, context, draws_grids=grids)
+        target = build_target(config.target, evaluation, record)
+        mlperf_log = build_mlperf_log(fitted, networks.datasets, networks.held_out, record)
         # Composer calls them in this order at each event. Weights that differ are in no record; random numbers are drawn
         # before anybody reads the batch. A batch is recorded before it is in a checkpoint, and saved before it is validated,
         # sampled and evaluated, so that what was killed is repeated. The target needs the newest evaluation.
-        profile, randomness = build_profile(config, record, throughput), BatchRandomness(model, config.seed)
-        callbacks = [*health.callbacks(record.folder, lambda: throughput.running), profile, randomness, gradient_norm]
+        profile = build_profile(config.profile, config.measure.warmup_batches, record, throughput)
+        randomness = BatchRandomness(model, config.seed)
+        callbacks = [
+            *health.callbacks(record.folder, lambda: throughput.running_clock),
+            profile,
+            randomness,
+            gradient_norm,
+        ]
         callbacks += [throughput, record, checkpointer, validation, samples, evaluation, target, mlperf_log]
-        trainer = build_trainer(config, device, model, data, learning, record, callbacks, logged)
-    run.checkpoint = None  # Composer's part is restored too: its file is mapped no longer, and may be pruned
-    remote.start(uploads)
-    trainer.logger.log_hyperparameters({**as_written(config), "commit": record.environment["commit"]})
+        trainer = build_trainer(fitted, device, model, data, learning, record, callbacks, logged)
+    run.checkpoint = None  # Composer's state is restored too: the checkpoint is no longer mapped, and may be pruned
+    start_uploads(uploads)
+    trainer.logger.log_hyperparameters({**to_written_dict(fitted), "commit": record.environment["commit"]})
 
     # Fit: to the end, or to the target.
-    with page_if_it_fails(record.folder), record.clocked():
+    with page_if_it_fails(record.folder), record.clock_to_end():
         if not (is_over or target.reached):
-            fit(trainer, config, checkpointer, mlperf_log)
+            fit(trainer, fitted, checkpointer, mlperf_log)
         elif not target.reached:  # it was stopped between its last checkpoint and its summary
             catch_up(trainer, checkpointer, validation, samples, evaluation)
     if mlperf_log is not None:
@@ -186,165 +181,24 @@ def train(config: RunConfig, began: float, uploads: remote.Uploads | None = None
     is_early = trainer.state.timestamp.batch.value < learning.num_batches
     num_graphs = None if config.compile == "off" else speed.num_graphs()
     record.facts |= {"compiled_graphs": num_graphs, "stopped_early": is_early}
-    result = record.finish(outcome_of(config, target, record))
-    draw_evaluations(config, record)
+    result = record.finish(outcome_of(config.target, target, record, when=config.eval.when))
+    draw_evaluations(record, str(config.run_name), config.target)
     write_page(record.folder)
     end(trainer, loader, result)
     run.release()
     return result
 
 
-@dataclass(frozen=True)
-class Networks:
-    """A run's networks on their device, and what was found out in building them."""
-
-    config: RunConfig
-    """With the microbatch, and the batch size of evaluations where it is known."""
-    model: LatentDiffusion
-    scorer: Scorer | None
-    cost: Cost
-    stages: list[Stage]
-    """None for synthetic data."""
-    sizes: list[ImageSize] | None
-    """(width, height) of the batches' images, where there are several (buckets)."""
-    held_out: Stage | None
-    """None: no validation."""
-    identity: dict[str, Any]
-    """What has to be the same in a checkpoint of this run."""
-
-
-def build_networks(config: RunConfig, run: RunState, device: Device) -> Networks:
-    """Build model and evaluation.
-
-    Raises:
-        ConfigError: the stage, the checkpoint or the evaluations there are of another run, or not one image fits.
-    """
-    assert config.precision is not None
-    cost = cost_of(config)
-    stages = ranks.once_a_machine(config.data.read)
-    validation = config.validation
-    held_out = ranks.once_a_machine(lambda: validation.held_out.contents) if validation.is_given else None
-    agreement.check_stages(config, stages, held_out)
-    is_shared = sharding.is_sharded(config)
-    model = build_for_training(config, stages, has_denoiser=not is_shared or dist.get_global_rank() == 0)
-    sizes = buckets_of(opened(config.data.sources, stages, config.size))
-    check_encoders(stages, held_out, model.encoders.fingerprints)
-    identity = run.verify(config, stages, model.encoders.fingerprints, denoiser_start=load_start(config, model, run))
-    place(model, config, device._device, num_sizes=len(sizes or [1]))  # type: ignore[arg-type]  # set in each kind
-    batch_size = config.eval.batch_size or found_batch_size(run.folder)
-    config = dataclasses.replace(
-        config,
-        device_train_microbatch_size=microbatch_of(config, model, cost),
-        eval=dataclasses.replace(config.eval, batch_size=batch_size),
-    )
-    scorer = build_scorer(config, run.folder)
-    if scorer is not None:
-        settings = {**scorer.settings(config.eval.guidances()[0]), "eval_weights": config.eval.weights}
-        check_evaluations(run.folder, run.progress.batch, settings)
-    if held_out is not None and config.target.val_loss is not None:
-        check_validations(run.folder, run.progress.batch, config.validation.identity_of(held_out))
-    return Networks(config, model, scorer, cost, stages, sizes, held_out, identity)
-
-
-def place(model: LatentDiffusion, config: RunConfig, device: torch.device, num_sizes: int) -> None:
-    """Bring a model to the device, as the keys of speed say; of shared weights this rank's part."""
-    assert config.precision is not None
-    is_shared = sharding.is_sharded(config)
-    (model.place_around if is_shared else model.place)(device, config.precision)
-    speed.apply(model, config, config.precision, num_sizes=num_sizes)
-    if is_shared:
-        sharding.shard(model, config.sharding, device, config.precision)
-
-
-def build_batches(config: RunConfig, networks: Networks, at: Progress, all_ready: Callable[[bool], bool]) -> DataSpec:
-    """Build the run's data, from where it stands on. `all_ready`: see stages.loader."""
-    data = build_data(
-        config.data,
-        networks.model.family,
-        size=config.size,
-        device_batch_size=config.global_batch_size // dist.get_world_size(),
-        device=networks.model.device,
-        seed=config.seed,
-        stages=networks.stages,
-        all_ready=all_ready,
-    )
-    assert isinstance(data.dataloader, Loader | SyntheticBatches)
-    if at.batch:
-        data.dataloader.resume(at.epoch, at.batch_in_epoch, config.global_batch_size)
-    return data
-
-
-@dataclass(frozen=True)
-class Learning:
-    """What changes the weights."""
-
-    optimizer: Optimizer
-    schedule: LRScheduler
-    average: EMA | None
-    num_batches: int
-    """Of the whole run."""
-
-
-def build_learning(
-    config: RunConfig, model: LatentDiffusion, average: EMA | None, run: RunState, *, epoch_batches: int
-) -> Learning:
-    """Build optimizer, schedule and average, and bring them and the weights to where the run stands."""
-    batch = config.global_batch_size
-    optimizer = build_optimizer(config.optimizer, model, batch, seed=config.seed)
-    num_batches = total_batches(config.max_duration, global_batch_size=batch, epoch_batches=epoch_batches)
-    of = benchmark_of(config.model.family, config.model.variant)
-    schedule = build_schedule(config.schedule, optimizer, of, global_batch_size=batch, num_batches=num_batches)
-    if run.checkpoint is not None:
-        restore(run.checkpoint, model=model, optimizer=optimizer, schedule=schedule, average=average)
-    return Learning(optimizer, schedule, average, num_batches)
-
-
-def build_trainer(
-    config: RunConfig,
-    device: Device,
-    model: LatentDiffusion,
-    data: DataSpec,
-    learning: Learning,
-    record: RunRecord,
-    callbacks: Sequence[Callback | None],
-    logged: WandbMode,
-) -> Trainer:
-    """Build Composer's Trainer, or the one that does not wait for losses."""
-    assert config.precision is not None and config.run_name is not None
-    asked_for_cpu().join()
-    late = record.losses.on_their_way
-    make = Trainer if late is None else functools.partial(NonBlockingTrainer, losses=late)
-    return make(
-        model=model,
-        train_dataloader=data,
-        max_duration=config.max_duration,
-        optimizers=learning.optimizer,
-        schedulers=learning.schedule,
-        step_schedulers_every_batch=True,
-        spin_dataloaders=False,  # the loader has been told where to begin
-        algorithms=[] if learning.average is None else [learning.average],
-        callbacks=[callback for callback in callbacks if callback is not None],
-        loggers=build_loggers(config.loggers, config.run_name, record.run_id, record.folder, logged),
-        progress_bar=config.loggers.progress_bar,
-        device=device,
-        precision=composer_precision(device, config.precision),
-        device_train_microbatch_size=config.device_train_microbatch_size,
-        seed=config.seed,
-        run_name=config.run_name,
-        dist_timeout=DIST_TIMEOUT_SEC,
-    )
-
-
 def fit(trainer: Trainer, config: RunConfig, checkpointer: Checkpointer, mlperf_log: MLPerfLog | None) -> None:
-    """Train. Raises microbatch.OutOfMemory, which says what to try.
+    """Train. Raises memory.OutOfMemory, which says what to try.
 
     Where the loss does not stay finite the MLPerf log is closed as that of a failed run.
     """
     assert isinstance(config.device_train_microbatch_size, int)  # it has been found
-    if_out_of_memory = microbatch.explained(
+    if_out_of_memory = memory.explained(
         config.device_train_microbatch_size,
         config.global_batch_size // dist.get_world_size(),
-        savings=savings(config),
+        savings=plan.savings(config),
         last_checkpoint=checkpointer.newest,
     )
     if_aborted = mlperf_log.aborted_by_divergence(trainer.state) if mlperf_log else contextlib.nullcontext()
@@ -353,7 +207,7 @@ def fit(trainer: Trainer, config: RunConfig, checkpointer: Checkpointer, mlperf_
 
 
 def end(trainer: Trainer, loader: Loader | None, result: dict[str, Any]) -> None:
-    """Give the loggers the result, and close what is no longer the run: loggers that finish, workers that end."""
+    """Give the loggers the result, and close them and the loader's workers."""
     for destination in trainer.logger.destinations:
         if isinstance(destination, Destination):
             destination.log_result(result)
@@ -363,14 +217,14 @@ def end(trainer: Trainer, loader: Loader | None, result: dict[str, Any]) -> None
 
 
 def show(config: RunConfig) -> int:
-    """Print a run and its plan, also of one that is refused; rank 0 does. Returns the exit code of one that is not."""
+    """Print a configuration and its plan on rank 0, even if it is refused. Returns 0, the exit code of --print_config."""
     if dist.get_global_rank() == 0:
-        print(plan.shown(config), end="", flush=True)
-        published.say(config)
+        print(plan.format_plan(config), end="", flush=True)
+        log_downloads(config)
     return 0
 
 
-@command(__doc__, needs_words=False)
+@command(keys=RunConfig, needs_words=False)
 def main(argv: Sequence[str], began: float | None = None) -> int:
     """Read the configuration, run it, print the result line last; rank 0 speaks for all.
 
@@ -381,40 +235,43 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     if dist.get_local_rank() < torch.cuda.device_count():  # before a rank opens a context on the first GPU
         torch.cuda.set_device(dist.get_local_rank())
     command_line, debug, resolved = parse_command_line(argv, ALIASES), False, None
-    sys.argv[1:] = map(masking.masked, sys.argv[1:])  # W&B keeps them
+    sys.argv[1:] = map(masking.mask_secrets, sys.argv[1:])  # W&B keeps them
     try:
         typed = {at.key for at in command_line.assignments}
-        config = load(RunConfig, command_line, check=lambda config: check(as_tried(config, typed)[0]))
-        config, left_out = as_tried(config, typed)
+        config = load(RunConfig, command_line, check=lambda config: check(drop_gpu_only_keys(config, typed)[0]))
+        config, left_out = drop_gpu_only_keys(config, typed)
         debug = config.loggers.debug
         if command_line.print_config:
             return show(config)
         if left_out is not None:
             log.info(left_out)
-        config = resolved = resolve(remote.as_begun(config))
+        if not has_separate_folders(config.save.remote):
+            config = apply_saved_settings(config)
+        config = resolved = resolve(config)
         asked_for_cpu()
-        with remote.uploading(config) as uploads:
+        save = config.save
+        with uploading(save.remote, folder_of(config), keep=save.keep, patience_sec=save.patience_sec) as uploads:
             result = train(config, began, uploads)
     except ConfigError as error:
         if command_line.print_config and error.config is not None:
             show(error.config)
-        ranks.abort_all_ranks(str(error), code=2)
-        errors.tell(error, debug=debug)
+        collectives.abort_all_ranks(str(error), code=2)
+        errors.report_error(error, debug=debug)
         return 2
     except Exception as error:
-        ranks.abort_all_ranks(errors.text_of(error))
-        errors.tell(error, debug=debug)
+        collectives.abort_all_ranks(errors.error_text(error))
+        errors.report_error(error, debug=debug)
         return 1
-    except Stopped as stop:  # all ranks at once
-        ranks.be_quiet()
+    except StoppedBySignal as stop:  # all ranks at once
+        collectives.stop_watchdogs()
         return int(stop.code)
     except SystemExit as stop:  # a signal before or after the training, or where nothing is saved
-        return ranks.stopped(stop, what_is_left(resolved))
-    ranks.be_quiet()
+        return collectives.exit_code_for(stop, advice_after_signal(resolved))
+    collectives.stop_watchdogs()
     if dist.get_global_rank() == 0:
         if result["images_per_sec"] is None:
-            given = f"measure.warmup_batches: of {result['batches']} batches none was measured here after the warm-up"
-            log.info(f"{given}. Lower it, or raise max_duration.")
+            problem = f"measure.warmup_batches: of {result['batches']} batches none was measured here after the warm-up"
+            log.info(f"{problem}. Lower it, or raise max_duration.")
         print(result_line(result), flush=True)
     return 0
 

@@ -7,9 +7,9 @@ A predecessor's flag (`--batch_size 256`) is an alias of a key. Every key is che
 are reported in one `ConfigError`, each in the shape "where: what was given. What is possible. What to do."
 
 A value may be `${oc.env:VARIABLE}` or `${another.key}`: it is resolved for use, and stays as it is wherever the
-configuration is shown or written. A password in an address is masked. See cli/masking.py.
+configuration is shown or written. A password in an address is masked. See common/masking.py.
 
-This file knows OmegaConf and messages. It has no section of its own: each section is a frozen dataclass beside the code
+This file knows OmegaConf and messages. It has no section itself: each section is a frozen dataclass next to the code
 that owns it. OmegaConf, not a schema library: it brings the layers, `${...}` and YAML that takes them, in one.
 """
 
@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -26,34 +27,56 @@ from typing import Any, Literal, TypeVar
 
 from omegaconf import OmegaConf
 
-from cli import masking
-from cli.command_line import Assignment, CommandLine, Problem, leaves, read_value, read_yaml, spread
-from cli.errors import ConfigError
-from cli.limits import MAX_PART_BYTES, Limits, beyond, given_as, shown, type_hints
-from cli.log import log
+from common import masking
+from common.command import wait_for_first_rank
+from common.command_help import answer_help, read_command
+from common.command_line import (
+    Assignment,
+    CommandLine,
+    Problem,
+    leaves,
+    parse_command_line,
+    read_value,
+    read_yaml,
+    split_section,
+)
+from common.errors import ConfigError
+from common.log import EVERY_RANK, log
+from common.static_schema import read_name
+from common.value_types import MAX_PART_BYTES, Limits, format_value, limit_problem, truncate, type_hints
 
 Config = TypeVar("Config")
 
 
-def flat(config: Any) -> dict[str, Any]:
+def flatten(config: Any) -> dict[str, Any]:
     """Return every key of a configuration with its value, as plain values: tuples become lists."""
     plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
     return {key: list(value) if isinstance(value, tuple) else value for key, value in leaves(plain)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Resolving: what `${...}` stands for
-# ---------------------------------------------------------------------------------------------------------------------
+def replace_keys(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a configuration with other values of some keys, `name` or `section.name`."""
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        new = dataclasses.replace(getattr(config, section), **{name: value}) if section else value
+        changed: Any = config
+        config = dataclasses.replace(changed, **{section or name: new})
+    return config
 
 
-def resolved(assignments: Sequence[Assignment], schema: type | None) -> tuple[list[Assignment], dict[int, str]]:
+# --- resolving: what `${...}` stands for ---
+
+
+def resolve_interpolations(
+    assignments: Sequence[Assignment], schema: type | None
+) -> tuple[list[Assignment], dict[int, str]]:
     """Resolve `${...}`: in the environment, and in the keys of the whole configuration.
 
     Args:
         schema: of the configuration; None: the assignments are all that there is.
 
     Returns:
-        the assignments, without those that a later one of their key takes the place of, and id -> why it cannot be resolved.
+        the assignments, without those that a later one of the same key replaces, and id -> why it cannot be resolved.
     """
     if not any(masking.is_interpolated(at.value) for at in assignments):
         return list(assignments), {}
@@ -64,16 +87,16 @@ def resolved(assignments: Sequence[Assignment], schema: type | None) -> tuple[li
         if at.key in keys:
             with contextlib.suppress(Exception):  # beneath a key that is no section: named where types are looked at
                 OmegaConf.update(tree, at.key, at.value, force_add=True)
-    found, unresolved = [], {}
+    remaining, unresolved = [], {}
     for at in assignments:
         if not masking.is_interpolated(at.value) or at.key not in keys:
-            found.append(at)
+            remaining.append(at)
         elif at is last[at.key]:
-            value, reason = masking.look_up(tree, at.key)
-            found.append(at if reason else _as_typed(at, value, keys[at.key]))
+            value, reason = masking.resolve_interpolation(tree, at.key)
+            remaining.append(at if reason else _as_typed(at, value, keys[at.key]))
             if reason:
-                unresolved[id(at)] = f"{at.where}: {_named(at)}: {_quoted(at.value)} {reason}."
-    return found, unresolved
+                unresolved[id(at)] = f"{at.where}: {_format_key(at)}: {_format_text(at.value)} {reason}."
+    return remaining, unresolved
 
 
 def _as_typed(at: Assignment, value: Any, hint: Any) -> Assignment:
@@ -94,9 +117,7 @@ def _as_yaml(value: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checking: names and types
-# ---------------------------------------------------------------------------------------------------------------------
+# --- checking: names and types ---
 
 
 def schema_keys(schema: type, prefix: str = "") -> dict[str, Any]:
@@ -109,15 +130,15 @@ def schema_keys(schema: type, prefix: str = "") -> dict[str, Any]:
     return keys
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """True where a value is of a type that OmegaConf is not told."""
+def _is_of_type(value: Any, hint: Any) -> bool:
+    """True if a value has its key's type, where OmegaConf does not check it."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return any(_fits(value, kind) for kind in typing.get_args(hint))
+        return any(_is_of_type(value, kind) for kind in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         kinds = typing.get_args(hint)
         kinds = kinds[:1] * max(1, len(value)) if isinstance(value, list | tuple) and Ellipsis in kinds else kinds
         is_alike = isinstance(value, list | tuple) and len(value) == len(kinds)
-        return is_alike and all(map(_fits, value, kinds))
+        return is_alike and all(map(_is_of_type, value, kinds))
     return type(value) in ((int, float) if hint is float else (hint,))
 
 
@@ -129,7 +150,7 @@ def _sections(hint: Any) -> list[type]:
 
 
 def schema_limits(schema: type, prefix: str = "") -> dict[str, Limits]:
-    """Key -> limits, for every number that has some of its own."""
+    """Key -> limits, for every number that has its own limits."""
     limits = {
         f"{prefix}{key.name}": key.metadata["limits"] for key in dataclasses.fields(schema) if "limits" in key.metadata
     }
@@ -150,13 +171,13 @@ def _unknown_key(at: Assignment, keys: Mapping[str, Any]) -> str:
         hint = "Did you mean " + " or ".join(f"'{key}'" for key in near[:3]) + "?"
     else:
         hint = f"Known: {', '.join(sorted({key.partition('.')[0] for key in keys}))}. --print_config shows every key."
-    return f"{at.where}: unknown key '{shown(at.key)}'. {hint}"
+    return f"{at.where}: unknown key '{truncate(at.key)}'. {hint}"
 
 
-def _possible(hint: Any) -> str:
+def _describe_type(hint: Any) -> str:
     """Describe what a key takes, for messages: 'one of fp32, bf16', 'an integer or null'."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return " or ".join(_possible(arg) for arg in typing.get_args(hint))
+        return " or ".join(_describe_type(arg) for arg in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(str(choice) for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
@@ -184,7 +205,7 @@ def _nest(key: str, value: Any) -> dict[str, Any]:
 
 def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
     """Return the value as its key means it, or the problem that YAML's own typing would let through."""
-    if (section := _listed(hint)) is not None and at.value is not None:
+    if (section := _list_section(hint)) is not None and at.value is not None:
         return _read_list(at, hint, section)
     kinds = (hint, *typing.get_args(hint))
     value = at.value
@@ -205,23 +226,23 @@ def _read(at: Assignment, hint: Any, limits: Limits) -> tuple[Any, str | None]:
         )
     )
     if refused:
-        return value, _misfit(at, hint, limits.of_text[1] if limits.of_text else None, limits.usual)
+        return value, _misfit_message(at, hint, limits.of_text[1] if limits.of_text else None, limits.usual)
     is_choice = any(typing.get_origin(kind) is Literal for kind in kinds)
     kind = float if float in kinds else int if int in kinds else None if is_choice else str
     takes_list = any(typing.get_origin(part) is tuple for part in kinds)
     is_of_type = kind is str or takes_list or not isinstance(value, list | dict)
-    possible = beyond(value, kind, limits) if is_of_type else None  # else its type says what is possible
+    possible = limit_problem(value, kind, limits) if is_of_type else None  # else its type says what is possible
     if possible is not None:
-        return value, _misfit(at, hint, possible, limits.usual)
-    if takes_list and typing.get_origin(hint) is not tuple and not _fits(value, hint):
-        return value, _misfit(at, hint, None, limits.usual)
+        return value, _misfit_message(at, hint, possible, limits.usual)
+    if takes_list and typing.get_origin(hint) is not tuple and not _is_of_type(value, hint):
+        return value, _misfit_message(at, hint, None, limits.usual)
     masked = masking.without_secrets(value)
     if masked != value and at.text is None:
-        log.warning(masking.secret_found(f"{at.where}: {_named(at)}", str(masked)))
+        log.warning(masking.secret_warning(f"{at.where}: {_format_key(at)}", str(masked)))
     return masked, None
 
 
-def _listed(hint: Any) -> type | None:
+def _list_section(hint: Any) -> type | None:
     """Return the section that a key holds a list of, or None."""
     lists = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is list]
     return next((kind for part in lists for kind in _sections(part)), None)
@@ -232,71 +253,71 @@ def _read_list(at: Assignment, hint: Any, section: type) -> tuple[list[dict[str,
     names = [field.name for field in dataclasses.fields(section)]
     possible = f"[{{{names[0]}: ...}}, {{{names[0]}: ...}}], sections with some of {', '.join(names)}"
     if not isinstance(at.value, list) or not at.value or not all(isinstance(part, dict) for part in at.value):
-        return [], _misfit(at, hint, possible)
+        return [], _misfit_message(at, hint, possible)
     hints, limits = type_hints(section), schema_limits(section)
     read, problems = [], []
     for number, part in enumerate(at.value):
         values = {}
         for name, value in part.items():
             key = f"{at.key}[{number}].{name}"
-            one = dataclasses.replace(at, key=key, typed=key, value=value, raw=None)
+            item = dataclasses.replace(at, key=key, typed=key, value=value, raw=None)
             if name not in hints:
-                problems.append(f"{at.where}: unknown key '{shown(key)}'. Known: {', '.join(names)}.")
+                problems.append(f"{at.where}: unknown key '{truncate(key)}'. Known: {', '.join(names)}.")
                 continue
-            values[name], problem = _read(one, hints[name], limits.get(name, Limits()))
-            own = [(dataclasses.replace(one, key=name), values[name])]
-            if problem is None and _lay(OmegaConf.structured(section), own)[1]:
-                problem = _misfit(one, hints[name])
+            values[name], problem = _read(item, hints[name], limits.get(name, Limits()))
+            item_values = [(dataclasses.replace(item, key=name), values[name])]
+            if problem is None and _apply_values(OmegaConf.structured(section), item_values)[1]:
+                problem = _misfit_message(item, hints[name])
             problems += [problem] if problem else []
         read.append(values)
     return read, "\n".join(problems) or None
 
 
-def _misfit(at: Assignment, hint: Any, possible: str | None = None, usual: str | None = None) -> str:
-    """Say that a value is none of its key's. `possible`: what its limits leave; None: it is of another type."""
+def _misfit_message(at: Assignment, hint: Any, possible: str | None = None, usual: str | None = None) -> str:
+    """Describe a value that its key does not take. `possible`: what its limits allow; None: its type is wrong."""
     if possible is not None:
         others = [
             part
             for part in (typing.get_args(hint) if typing.get_origin(hint) is not tuple else ())
             if typing.get_origin(part) in (Literal, tuple) or part is types.NoneType
         ]
-        words = [_possible(part).replace(" numbers", " such numbers") for part in others]
+        words = [_describe_type(part).replace(" numbers", " such numbers") for part in others]
         possible = " or ".join([possible, *words])
-    given = given_as(at.value)
+    value = format_value(at.value)
     if at.text is not None:  # what it stands for may be a secret
-        given = f"{_quoted(at.text)}, which stands for something else"
-    of_others = f" Usual: {usual}." if usual else ""
-    return f"{at.where}: {_named(at)} is {given}. Possible: {possible or _possible(hint)}.{of_others}"
+        value = f"{_format_text(at.text)}, which stands for something else"
+    usual_text = f" Usual: {usual}." if usual else ""
+    return f"{at.where}: {_format_key(at)} is {value}. Possible: {possible or _describe_type(hint)}.{usual_text}"
 
 
-def _named(at: Assignment) -> str:
-    return shown(at.key) if at.typed == at.key else f"{at.typed} ({at.key})"
+def _format_key(at: Assignment) -> str:
+    return truncate(at.key) if at.typed == at.key else f"{at.typed} ({at.key})"
 
 
-def _quoted(text: Any) -> str:
-    return f"'{shown(text)}'" if isinstance(text, str) else shown(str(text))
+def _format_text(text: Any) -> str:
+    return f"'{truncate(text)}'" if isinstance(text, str) else truncate(str(text))
 
 
-def _merged(tree: Any, values: Sequence[tuple[Assignment, Any]]) -> Any:
+def _merge(tree: Any, values: Sequence[tuple[Assignment, Any]]) -> Any:
     merged = OmegaConf.merge(tree, *(_nest(at.key, value) for at, value in values))
     OmegaConf.to_object(merged)
     return merged
 
 
-def _lay(tree: Any, values: Sequence[tuple[Assignment, Any]]) -> tuple[Any, list[Assignment]]:
+def _apply_values(tree: Any, values: Sequence[tuple[Assignment, Any]]) -> tuple[Any, list[Assignment]]:
     """Lay values over the structured config, whose typing is OmegaConf's; return it and the values that do not fit.
 
     All at once, since each merge copies the whole config; one by one only where one does not fit.
     """
     misfits = []
     try:
-        return _merged(tree, values), []
+        return _merge(tree, values), []
     except Exception:  # of a dozen classes; the key's type says better what is wrong
-        for one in values:
+        for item in values:
             try:
-                tree = _merged(tree, [one])
+                tree = _merge(tree, [item])
             except Exception:
-                misfits.append(one[0])
+                misfits.append(item[0])
     return tree, misfits
 
 
@@ -312,62 +333,82 @@ def load(
     Args:
         schema: the entry file's frozen dataclass; its fields are values or sections.
         command_line: from `parse_command_line`.
-        check: all checks across keys, given the typed configuration.
-        unread: beginnings of keys that nobody reads: what cannot be resolved there is left out.
+        check: all checks across keys, given the typed configuration: only where all names and types are right.
+        unread: beginnings of keys that are not read: what cannot be resolved there is left out.
 
     Raises:
-        ConfigError: with every problem of names, types and cross-checks at once.
+        ConfigError: with every problem of names and types at once, or with every one across keys.
     """
     problems = [problem.text for problem in command_line.problems]
-    assignments = [part for at in command_line.assignments for part in spread(at)]
+    assignments = [part for at in command_line.assignments for part in split_section(at)]
     if command_line.yaml is not None:
         from_yaml, unreadable = read_yaml(command_line.yaml)
         problems += [problem.text for problem in unreadable]
         assignments = from_yaml + assignments
 
-    is_read = not problems  # what could not be read may have said what would be missed: nothing is checked across keys
     keys, limits, values = schema_keys(schema), schema_limits(schema), []
-    assignments, found = resolved(assignments, schema)
-    assignments = [at for at in assignments if not (id(at) in found and at.key.startswith(unread))]
+    assignments, problem_by_id = resolve_interpolations(assignments, schema)
+    assignments = [at for at in assignments if not (id(at) in problem_by_id and at.key.startswith(unread))]
     for at in assignments:
-        if id(at) in found:
+        if id(at) in problem_by_id:
             continue
         if at.key not in keys:
-            found[id(at)] = _unknown_key(at, keys)
+            problem_by_id[id(at)] = _unknown_key(at, keys)
         else:
             value, problem = _read(at, keys[at.key], limits.get(at.key, Limits()))
             if problem is None:
                 values.append((at, value))
             else:
-                found[id(at)] = problem
-    tree, misfits = _lay(OmegaConf.structured(schema), values)
-    found |= {id(at): _misfit(at, keys[at.key]) for at in misfits}
-    problems += [found[id(at)] for at in assignments if id(at) in found]
-    refused = {at.key for at in assignments if id(at) in found}
-
-    config, is_readable = typing.cast(Config, OmegaConf.to_object(tree)), not problems
-    masking.keep({at.key: at.text for at, _ in values if at.text is not None and id(at) not in found}, flat(config))
-    of_keys = [problem for problem in (check(config) if is_read else ()) if not refused.intersection(problem.keys)]
-    problems += [problem.text for problem in of_keys]
+                problem_by_id[id(at)] = problem
+    tree, misfits = _apply_values(OmegaConf.structured(schema), values)
+    problem_by_id |= {id(at): _misfit_message(at, keys[at.key]) for at in misfits}
+    problems += [problem_by_id[id(at)] for at in assignments if id(at) in problem_by_id]
     if problems:
-        raise ConfigError(problems, config if is_readable else None)
+        raise ConfigError(problems)
+
+    config = typing.cast(Config, OmegaConf.to_object(tree))
+    masking.remember_interpolations({at.key: at.text for at, _ in values if at.text is not None}, flatten(config))
+    if problems := [problem.text for problem in check(config)]:
+        raise ConfigError(problems, config)
     return config
+
+
+def refuse_early(path: str, *, takes_arguments: bool = False) -> None:
+    """Answer --help, or refuse an unreadable command line, before a command's slow imports; the process ends then.
+
+    Args:
+        path: the command's file.
+        takes_arguments: as for `parse_command_line`.
+    """
+    answer_help(path)
+    command, (words, _) = read_command(path), masking.remove_secrets(sys.argv[1:])
+    assert command.keys is not None
+    command_line = parse_command_line(words, read_name(command.module, "ALIASES"), takes_arguments=takes_arguments)
+    log.disabled = True  # its warnings come when the command reads its words again
+    try:
+        load(command.keys, command_line, check=lambda config: ())
+    except ConfigError as error:
+        log.disabled = False
+        wait_for_first_rank()
+        log.error(error, extra=EVERY_RANK)
+        sys.exit(2)
+    log.disabled = False
 
 
 def to_yaml(config: Any) -> str:
     """The whole configuration as YAML, each key with its value or `${...}`; reading it back gives the same configuration."""
-    return OmegaConf.to_yaml(OmegaConf.create(as_written(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(to_written_dict(config)))
 
 
-def as_written(config: Any) -> dict[str, Any]:
-    """Return a configuration's sections as plain values that may be written or sent, see `masking.written`."""
+def to_written_dict(config: Any) -> dict[str, Any]:
+    """Return a configuration's sections as plain values that may be written or sent, see `masking.restore_interpolations`."""
     tree: dict[str, Any] = OmegaConf.to_container(OmegaConf.structured(config))  # type: ignore[assignment]
-    for key, value in masking.written(flat(config)).items():
+    for key, value in masking.restore_interpolations(flatten(config)).items():
         *sections, name = key.split(".")
         functools.reduce(dict.__getitem__, sections, tree)[name] = value
     return tree
 
 
-def count(num: int, one: str, many: str | None = None) -> str:
+def pluralize(num: int, one: str, many: str | None = None) -> str:
     """Return a number with its word, for messages: 1 rank, 2,048 ranks."""
     return f"{num:,} {one if num == 1 else many or one + 's'}"

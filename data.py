@@ -1,12 +1,12 @@
-"""Batches of images, videos, moments or synthetic tensors, as zoo/spec.py defines them.
+"""Batches of images, videos, moments or synthetic tensors, as families/spec.py defines them.
 
-From a stage `images` to a batch (B samples a device, H W the run's image size):
+From a dataset `images` to a batch (B samples a device, H W the run's image size):
 
     shard (MDS)   jpg bytes, caption str, key str                        streamed from `data.remote`, kept in `data.local`
-    resized       uint8 (3, H, W); the variant mlperf: float32           decoded, scaled, cut to size (stages/images.py)
+    resized       uint8 (3, H, W); the variant mlperf: float32           decoded, scaled, cut to size (mds/images.py)
     batch         images (B, 3, H, W), tokens int64 (B, L)               in a loader worker, captions tokenised in one call
 
-A stage `videos` gives clips (stages/videos.py). From a stage `moments` (prepare/latents.py), a batch is read as
+A dataset `videos` gives clips (mds/videos.py). From a dataset `moments` (prepare/latents.py), a batch is read as
 stored: moments float16 (B, 2C, h, w), tokens; or with `data.text=stored` float16 text states (B, L, D) instead of tokens.
 Images are normalised on the device (model.py), because uint8 has a quarter of the bytes to copy. An unusable sample is
 reported, counted, and replaced by the next good one of its shard. So every batch is full, and all ranks have the same number.
@@ -28,43 +28,35 @@ from composer.core import DataSpec
 from composer.utils import dist
 from torch import Tensor
 
-from cli import ranks
-from cli.limits import ImageSize, limited, size_in_bytes
-from cli.log import log
-from cli.masking import printable
-from stages import stage_checks
-from stages.batch_memory import BatchMemory
-from stages.dataset import Stage, column_problem
-from stages.draws import Draw
-from stages.fetch import PATIENCE_SEC
-from stages.images import captions_of, crop_room, decode_image, resize_and_crop, shown_part, size_of
-from stages.loader import Loader
-from stages.mixture import (
-    Opened,
+from common.log import log
+from common.masking import to_printable
+from common.value_types import ImageSize, limited, size_in_bytes
+from families.spec import Column, Family
+from mds import mixture
+from mds.dataset import Dataset, column_problem
+from mds.fetch import PATIENCE_SEC
+from mds.images import SampleDraw, crop_geometry, decode_image, max_crop_offset, read_captions, resize_and_crop, size_of
+from mds.loader import BatchMemory, Loader
+from mds.mixture import (
+    ResolvedStream,
     StreamConfig,
-    buckets_of,
-    default_folder,
-    epoch_samples,
-    opened,
-    stream_of,
-    unfilled,
+    bucket_sizes_of,
+    build_stream,
+    count_epoch_samples,
+    default_cache_folder,
+    find_unfilled_buckets,
+    resolve_streams,
     weight_problems,
 )
-from stages.moments import MomentsStream, reading_problems
-from stages.stream import BatchStream
-from stages.videos import VideosStream
-from zoo.spec import Column, Family
+from mds.moments import MomentsDataset, moments_problems
+from mds.reader import BatchDataset
+from mds.videos import VideosDataset
+from ranks import collectives
 
-# Every setting that affects the order of samples is explicit, so it depends only on the seed and the global batch size.
-ORDER = {
-    "sampling_method": "balanced",
-    "shuffle_algo": "py1e",
-    "shuffle_block_size": 1 << 18,  # samples
-}
 SYNTHETIC_EPOCH_BATCHES = 1000
-MOST_PICKS = 1_000_000
+MAX_PICKS = 1_000_000
 Encodings = Callable[[ImageSize], Mapping[str, str]]
-MOST_BYTES = 10**18  # an exabyte
+MAX_BYTES = 10**18  # an exabyte
 LOADER_MARGIN_SEC = 120.0  # a loader worker counts as hung if it is silent for this long beyond patience_sec
 
 
@@ -73,65 +65,65 @@ class DataConfig:
     """The source and the order of batches."""
 
     stage: Literal["images", "videos", "moments"] = "images"
-    """The kind of stage to read: images or videos, or moments encoded beforehand."""
+    """The kind of dataset: images, videos, or moments encoded beforehand."""
     synthetic: bool = False
-    """One random batch, drawn once and kept on the device. remote and local are ignored."""
+    """One random batch on the device; remote and local are ignored."""
     remote: str | None = None
-    """The stage: a folder, or an address such as s3://bucket/prefix."""
+    """The dataset: a folder, or an address such as s3://bucket/prefix."""
     local: str | None = None
-    """Folder that keeps the shards of `remote`. null: one in ~/.cache/easel; a folder is read in place, unless compressed."""
-    facts: str | None = None
-    """dataset.json of a data set that others have written (prepare.adopt), if it does not lie there: a file or address."""
+    """Cache of `remote`. null: in ~/.cache/easel; an uncompressed folder is read in place."""
+    metadata: str | None = None
+    """dataset.json of a third-party dataset (prepare.adopt), if it is elsewhere."""
     streams: list[StreamConfig] | None = None
-    """Several stages that are mixed, in place of remote, local and facts."""
+    """Datasets to mix, instead of remote, local and metadata."""
     workers: int = limited(4, 0, 512)
     """Loader processes for each device. 0: read in the training process."""
-    cache_limit: str | None = size_in_bytes(None, 1, MOST_BYTES, "500mb, 100gb, 1tb")
-    """Size limit of `local`, of all streams together, shards being fetched included. null: no limit."""
+    cache_limit: str | None = size_in_bytes(None, 1, MAX_BYTES, "500mb, 100gb, 1tb")
+    """Size limit of `local`, over all streams. null: no limit."""
     patience_sec: float = limited(PATIENCE_SEC, 0.0, 1e6)
-    """How long the run waits for an unreachable store before it stops."""
+    """How long to wait for an unreachable store."""
     num_canonical_nodes: int | None = limited(None, 1, 2**16)
-    """Nodes whose samples lie in shards of their own. It fixes the order of samples. null: as many as begin the run."""
+    """Fixes the order of samples, independent of the number of nodes. null: the nodes of the first start."""
     shuffle: bool = True
-    """Shuffle the samples. Their order depends only on seed, global batch size and num_canonical_nodes."""
+    """Shuffle the samples, by seed, global batch size and num_canonical_nodes."""
     normalize: Literal["symmetric", "unit"] = "symmetric"
-    """Range of the images that the VAE sees: [-1, 1], or [0, 1] (unit) as in the MLPerf reference."""
+    """Range of the VAE's input: [-1, 1], or [0, 1] (unit) as in MLPerf."""
     posterior: Literal["sample", "mean"] = "sample"
-    """The latent of an image: a new draw from the VAE's posterior at each reading, or the posterior's mean."""
+    """An image's latent: a new draw from the VAE's posterior each time, or its mean."""
     flip: bool = False
-    """Mirror each picture in half of the epochs, at random. From moments: only where prepare.latents had flip=true."""
+    """Mirror images at random. Moments need prepare.latents flip=true."""
     crop: Literal["center", "random"] = "center"
-    """The part of the scaled picture that is kept: its centre, or another place in each epoch (not of moments)."""
+    """Crop of the scaled image; random: another one each epoch, not of moments."""
     fps: float | None = limited(None, 0.0, 1000.0, above=True)
-    """Frames a second of a clip, each the one that a film shows at that time. null: the film's own rate."""
+    """Frames a second of a clip. null: the video's rate."""
     text: Literal["encoded", "stored"] = "encoded"
-    """stored: read the text states that prepare.latents wrote with store_text=true. encoded: encode captions in each step."""
+    """stored: text states of prepare.latents store_text=true. encoded: encode captions in each step."""
     max_bad_samples: int = limited(100, 0)
-    """The run stops if there are more unusable samples than this."""
+    """The run stops after more unusable samples."""
 
     def __post_init__(self) -> None:
         """Name the folder that keeps the shards, so that the record of the run has it."""
         if self.local is None and self.remote is not None and not self.synthetic:
-            object.__setattr__(self, "local", default_folder(self.remote))
+            object.__setattr__(self, "local", default_cache_folder(self.remote))
 
     @functools.cached_property
     def sources(self) -> list[StreamConfig]:
-        """The stages to read, each of which keeps what it has read; none for synthetic data, or where none is given."""
+        """The datasets to read, each of which keeps what it has read; none for synthetic data, or where none is given."""
         if self.synthetic:
             return []
         if self.streams is not None:
             return self.streams
-        return [StreamConfig(self.remote, self.local, self.facts)] if self.remote or self.local else []
+        return [StreamConfig(self.remote, self.local, self.metadata)] if self.remote or self.local else []
 
-    def read(self) -> list[Stage]:
-        """Return the facts of each stage. Raises ValueError: see `read_stage`."""
-        return [source.contents for source in self.sources]
+    def read(self) -> list[Dataset]:
+        """Return each dataset. Raises ValueError: see `read_dataset`."""
+        return [source.dataset for source in self.sources]
 
-    def on_nodes(self, num_nodes: int) -> DataConfig:
-        """Return this with as many canonical nodes, where none are given; what was read of the stages is not read again."""
-        found = dataclasses.replace(self, num_canonical_nodes=self.num_canonical_nodes or num_nodes)
-        vars(found)["sources"] = self.sources
-        return found
+    def with_num_nodes(self, num_nodes: int) -> DataConfig:
+        """Return this with as many canonical nodes, where none are given; what was read of the datasets is not read again."""
+        config = dataclasses.replace(self, num_canonical_nodes=self.num_canonical_nodes or num_nodes)
+        vars(config)["sources"] = self.sources
+        return config
 
     def columns(self, family: Family, size: ImageSize) -> dict[str, Column]:
         """Return the columns of a batch."""
@@ -140,86 +132,92 @@ class DataConfig:
     def problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Encodings = lambda size: {}
     ) -> list[tuple[str, str]]:
-        """(key, message) for every invalid value, including values that do not fit the stage.
+        """(key, message) for every invalid value, including values that do not fit the dataset.
 
         Args:
-            made_for: key of the configuration -> its value, for everything that a stage of moments depends on; and `resize`,
-                how the variant's images are resized.
-            encodings: of that stage's columns, for images of a size; see `stages.dataset.column_problem`.
+            made_for: key of the configuration -> its value, for everything that a dataset of moments depends on; and
+                `resize`, how the variant's images are resized.
+            encodings: of that dataset's columns, for images of a size; see `mds.dataset.column_problem`.
         """
-        found = []
+        problems = []
         if self.text == "stored" and self.stage != "moments":
             text = (
                 f"stored, but a stage of {self.stage} has no text states. Use data.stage=moments, or data.text=encoded."
             )
-            found.append(("data.text", text))
+            problems.append(("data.text", text))
         if self.fps is not None and self.stage == "images":
-            found.append(("data.fps", f"{self.fps:g}, but images have no frames. Leave it out."))
-        return found if self.synthetic else found + self._stage_problems(global_batch_size, made_for, encodings)
+            problems.append(("data.fps", f"{self.fps:g}, but images have no frames. Leave it out."))
+        return problems if self.synthetic else problems + self._dataset_problems(global_batch_size, made_for, encodings)
 
-    def _stage_problems(
+    def _dataset_problems(
         self, global_batch_size: int, made_for: Mapping[str, Any], encodings: Encodings
     ) -> list[tuple[str, str]]:
-        beside = [f"data.{name}={value}" for name in ("remote", "local", "facts") if (value := getattr(self, name))]
-        if self.streams is not None and beside:
-            return [("data.streams", f"given beside {beside[0]}. Give one of them.")]
+        extra_keys = [
+            f"data.{name}={value}" for name in ("remote", "local", "metadata") if (value := getattr(self, name))
+        ]
+        if self.streams is not None and extra_keys:
+            return [("data.streams", f"given beside {extra_keys[0]}. Give one of them.")]
         sources = self.sources
         if not sources or not all(source.location for source in sources):
             where = "data.remote" if self.streams is None else "data.streams"
             return [(where, "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
-        found, stages, size = [], [], tuple(made_for.get("image_size") or (1, 1))
+        problems, datasets, size = [], [], tuple(made_for.get("image_size") or (1, 1))
         for key, source in self.named_sources():
-            stage, problems = stage_checks.read_source(key, source)
-            found += problems
-            if stage is not None:
-                found += self._source_problems(key, source, stage, made_for, encodings)
-                stages.append(stage)
-        found += weight_problems(sources)
-        if len(stages) < len(sources):
-            return found
-        found += stage_checks.together(self.named_sources(), stages, size, global_batch_size)
-        if (samples := epoch_samples(sources, [stage.num_samples for stage in stages])) < (
+            dataset, read_problems = mixture.read_source(key, source)
+            problems += read_problems
+            if dataset is not None:
+                problems += self._source_problems(key, source, dataset, made_for, encodings)
+                datasets.append(dataset)
+        problems += weight_problems(sources)
+        if len(datasets) < len(sources):
+            return problems
+        problems += mixture.mixture_problems(self.named_sources(), datasets, size, global_batch_size)
+        if (samples := count_epoch_samples(sources, [dataset.num_samples for dataset in datasets])) < (
             self.num_canonical_nodes or 1
         ):
-            given = f"{self.num_canonical_nodes} is more than the {samples} samples of an epoch"
-            found.append(("data.num_canonical_nodes", f"{given}. Take a smaller one, or leave it out."))
-        return found + stage_checks.limit_problems(self.cache_limit, sources, stages)
+            problem = f"{self.num_canonical_nodes} is more than the {samples} samples of an epoch"
+            problems.append(("data.num_canonical_nodes", f"{problem}. Take a smaller one, or leave it out."))
+        return problems + mixture.cache_limit_problems(self.cache_limit, sources, datasets)
 
     def named_sources(self) -> list[tuple[str, StreamConfig]]:
-        """Return each stage with the beginning of its keys."""
+        """Return each dataset with the beginning of its keys."""
         return [("data" if self.streams is None else f"data.streams[{n}]", s) for n, s in enumerate(self.sources)]
 
     def _source_problems(
-        self, key: str, source: StreamConfig, stage: Stage, made_for: Mapping[str, Any], encodings: Encodings
+        self, key: str, source: StreamConfig, dataset: Dataset, made_for: Mapping[str, Any], encodings: Encodings
     ) -> list[tuple[str, str]]:
-        """Compare a stage with what the run reads, and with what it was made for."""
+        """Compare a dataset with what the run reads, and with what it was made for."""
         where = f"{key}.remote" if source.remote else f"{key}.local"
-        found = []
-        if stage.kind != self.stage:
-            given = f"the config says '{self.stage}', {stage.facts_at} says '{stage.kind}'"
-            found.append(("data.stage", f"{given}. Use data.stage={stage.kind}, or another {where}."))
-        elif stage.kind == "moments":
-            found += reading_problems(stage, flip=self.flip, crop=self.crop, text=self.text, fps=self.fps)
+        problems = []
+        if dataset.kind != self.stage:
+            problem = f"the config says '{self.stage}', {dataset.metadata_address} says '{dataset.kind}'"
+            problems.append(("data.stage", f"{problem}. Use data.stage={dataset.kind}, or another {where}."))
+        elif dataset.kind == "moments":
+            problems += moments_problems(dataset, flip=self.flip, crop=self.crop, text=self.text, fps=self.fps)
         if source.caption is not None:
-            found += stage_checks.caption_problems(f"{key}.caption", source.caption, stage, self.text)
+            problems += mixture.caption_problems(f"{key}.caption", source.caption, dataset, self.text)
         for name, value in made_for.items():
-            made = stage.facts.get(name.rpartition(".")[2])  # an `images` stage does not depend on these
+            made = dataset.metadata.get(name.rpartition(".")[2])  # an `images` dataset does not depend on these
             if made is None or made == value:  # moments made by others may not say
                 continue
             if name == "resize":
-                given = f"its images are resized by '{value}', but the moments at {stage.location} were made of images"
-                todo = f"Make the moments again with this variant, or use theirs: model.variant={stage.facts.get('variant')}"
-                found.append(("model.variant", f"{given} resized by '{made}'. {todo}."))
+                problem = (
+                    f"its images are resized by '{value}', but the moments at {dataset.location} were made of images"
+                )
+                variant = dataset.metadata.get("variant")
+                advice = f"Make the moments again with this variant, or use theirs: model.variant={variant}"
+                problems.append(("model.variant", f"{problem} resized by '{made}'. {advice}."))
             else:
-                text = f"{value}, but the {stage.kind} at {stage.location} were made for {made}. Use that value."
-                found.append((name, text))
-        streams = opened([source], [stage], tuple(made_for.get("image_size") or (1, 1)))
-        texts = [] if found else [said for one in streams if (said := column_problem(one.stage, encodings(one.size)))]
-        found += [(where, said) for said in texts[:1]]
-        places = [(source, stage)] if stage.buckets else []  # the set's own folder, then those of its buckets
-        places += [(one.config, one.stage) for one in streams]
-        of_folders = [stage_checks.folder_problems(f"{key}.local", config, stage) for config, stage in places]
-        return found + next((problems for problems in of_folders if problems), [])
+                text = f"{value}, but the {dataset.kind} at {dataset.location} were made for {made}. Use that value."
+                problems.append((name, text))
+        streams = resolve_streams([source], [dataset], tuple(made_for.get("image_size") or (1, 1)))
+        if not problems:
+            texts = (column_problem(stream.dataset, encodings(stream.size)) for stream in streams)
+            problems += [(where, text) for text in texts if text][:1]
+        folders = [(source, dataset)] if dataset.buckets else []  # the set's own folder, then those of its buckets
+        folders += [(stream.config, stream.dataset) for stream in streams]
+        of_folders = [mixture.folder_problems(f"{key}.local", config, dataset) for config, dataset in folders]
+        return problems + next((of_folder for of_folder in of_folders if of_folder), [])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,15 +225,15 @@ class DataConfig:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class StreamingLAIONDataset(BatchStream):
-    """The stage `images` as batches: {"images": (B, 3, H, W), text columns int64 (B, L), "bad": [...]}.
+class StreamingLAIONDataset(BatchDataset):
+    """The dataset `images` as batches: {"images": (B, 3, H, W), text columns int64 (B, L), "bad": [...]}.
 
     Args:
         family: gives the images' type and the tokenizer.
-        image_sizes: (width, height) of each stream's pictures in a batch, px.
-        captions: of each stream, the column of its captions; None: the stage's own.
+        image_sizes: (width, height) of each stream's images in a batch, px.
+        captions: of each stream, the column of its captions; None: the dataset's own.
         flip, crop: see DataConfig.
-        arguments: keyword arguments of StreamingDataset.
+        arguments: keyword arguments of BatchDataset.
     """
 
     def __init__(
@@ -263,10 +261,10 @@ class StreamingLAIONDataset(BatchStream):
         # Of bytes a pixel's three lie together, as in its file: a worker would take long to part them, a device does not.
         in_planes = self.image_dtype != torch.uint8
         shape = (3, height, width) if in_planes else (height, width, 3)
-        memory, receipt = self.memory.take((len(ids), *shape), self.image_dtype)
+        memory, receipt = self.memory.allocate((len(ids), *shape), self.image_dtype)
         images, samples = memory if in_planes else memory.permute(0, 3, 1, 2), []
         for image, sample_id in zip(images, ids, strict=True):
-            samples.append(self.read_sample(sample_id))
+            samples.append(self.read_good_sample(sample_id))
             image.copy_(samples[-1].pop("images"))
         return {
             "images": images,
@@ -276,29 +274,29 @@ class StreamingLAIONDataset(BatchStream):
         }
 
     def columns_of(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the columns of a batch beside its images."""
+        """Return the columns of a batch other than its images."""
         sizes = {"sizes": torch.tensor([sample["sizes"] for sample in samples])} if self.has_sizes else {}
         return {**self.tokenize([sample["caption"] for sample in samples]), **sizes}
 
-    def read_sample(self, sample_id: int) -> dict[str, Any]:
-        """Return the sample, or the next good one of its shard; "bad" lists the skipped ones. Raises: see `first_good`."""
-        used, bad = self.first_good(sample_id, self.use)
+    def read_good_sample(self, sample_id: int) -> dict[str, Any]:
+        """Return the sample, or the next good one of its shard; "bad" lists those skipped. Raises: see `read_first_good`."""
+        used, bad = self.read_first_good(sample_id, self.use_sample)
         return {**used, "bad": bad}
 
-    def use(self, sample_id: int) -> dict[str, Any]:
-        """Return a sample's image (3, H, W), its caption, and its sizes (`shown_part`). Raises SampleError."""
-        data, caption, size, draw = self.look(sample_id)
+    def use_sample(self, sample_id: int) -> dict[str, Any]:
+        """Return a sample's image (3, H, W), its caption, and its sizes (`crop_geometry`). Raises SampleError."""
+        data, caption, size, draw = self.read_stored(sample_id)
         image = decode_image(data)
-        at = draw.offset(crop_room(size_of(image), size)) if self.crop == "random" else None
+        at = draw.crop_offset(max_crop_offset(size_of(image), size)) if self.crop == "random" else None
         images, is_flipped = resize_and_crop(image, size, self.image_dtype, at), self.flip and draw.is_flipped
-        sizes = shown_part(size_of(image), size, at, flipped=is_flipped)
+        sizes = crop_geometry(size_of(image), size, at, flipped=is_flipped)
         return {"images": images.flip(-1) if is_flipped else images, "caption": caption, "sizes": sizes}
 
-    def look(self, sample_id: int) -> tuple[bytes, str, ImageSize, Draw]:
+    def read_stored(self, sample_id: int) -> tuple[bytes, str, ImageSize, SampleDraw]:
         """Return a sample's file, its caption, the size of its image in a batch, and what is drawn for it."""
         sample, draw, stream = self[sample_id], self.draw(sample_id), self.stream_of(sample_id)
         column = self.captions[stream]
-        caption = draw.one_of(captions_of(sample if column is None else {"caption": sample[column]}))
+        caption = draw.choose_caption(read_captions(sample if column is None else {"caption": sample[column]}))
         return sample["jpg"], caption, self.image_sizes[stream], draw
 
 
@@ -333,54 +331,54 @@ class SyntheticBatches:
             yield dict(self.batch)
 
 
-def open_stages(
-    config: DataConfig, family: Family, given: Sequence[Opened], *, device_batch_size: int, seed: int
-) -> BatchStream:
-    """Open the stages' streams. All ranks call it.
+def open_datasets(
+    config: DataConfig, family: Family, streams: Sequence[ResolvedStream], *, device_batch_size: int, seed: int
+) -> BatchDataset:
+    """Open the datasets' streams. All ranks call it.
 
     Args:
-        given: see `stages.mixture.opened`.
+        streams: see `mds.mixture.resolve_streams`.
         device_batch_size, seed: as of `build_data`.
     """
-    sizes = buckets_of(given)
+    sizes = bucket_sizes_of(streams)
     arguments: dict[str, Any] = {
-        "streams": [stream_of(one, config.patience_sec) for one in given],
-        "sources": [one.source for one in given] if len(config.sources) > 1 else None,
-        "buckets": None if sizes is None else [sizes.index(one.size) for one in given],
+        "streams": [build_stream(stream, config.patience_sec) for stream in streams],
+        "sources": [stream.source for stream in streams] if len(config.sources) > 1 else None,
+        "buckets": None if sizes is None else [sizes.index(stream.size) for stream in streams],
         "predownload": 8 * device_batch_size,
         "cache_limit": config.cache_limit,
         "batch_size": device_batch_size,
-        "num_canonical_nodes": config.num_canonical_nodes or ranks.num_nodes(),
+        "num_canonical_nodes": config.num_canonical_nodes or collectives.num_nodes(),
         "shuffle": config.shuffle,
         "shuffle_seed": seed,
-        # A part of a stage is picked so many samples at a time: one by one takes 3 s a million.
-        "sampling_granularity": 1 + sum(one.stage.num_samples for one in given) // MOST_PICKS,
-        **ORDER,
+        # A part of a dataset is picked so many samples at a time: one by one takes 3 s a million.
+        "sampling_granularity": 1 + sum(stream.dataset.num_samples for stream in streams) // MAX_PICKS,
     }
     kinds = [
-        {name: (c.shape, c.stored, str(c.dtype).removeprefix("torch.")) for name, c in columns.items()}
-        for columns in (config.columns(family, one.size) for one in given)
+        {name: (c.shape, c.stored_dtype, str(c.dtype).removeprefix("torch.")) for name, c in columns.items()}
+        for columns in (config.columns(family, stream.size) for stream in streams)
     ]
     tokenize = family.tokenize if config.text == "encoded" else None
-    captions = [None if one.stage.adopted else one.config.caption for one in given]  # of others: see stream_of
-    ways: dict[str, Any] = dict(image_sizes=[one.size for one in given], captions=captions, flip=config.flip)
+    # An adopted dataset's reader decodes the named column alone: see mds.mixture.build_stream.
+    captions = [None if stream.dataset.adopted else stream.config.caption for stream in streams]
+    options: dict[str, Any] = dict(image_sizes=[stream.size for stream in streams], captions=captions, flip=config.flip)
     if config.stage == "moments":
-        return MomentsStream(columns=kinds, tokenize=tokenize, **ways, **arguments)
+        return MomentsDataset(columns=kinds, tokenize=tokenize, **options, **arguments)
     if config.stage == "videos":
-        sizes = ways.pop("image_sizes")
+        sizes = options.pop("image_sizes")
         clips = dict(sizes=sizes, rate=config.fps, tokenize=family.tokenize, crop=config.crop)
-        return VideosStream(**clips, **ways, **arguments)
-    return StreamingLAIONDataset(family=family, crop=config.crop, **ways, **arguments)
+        return VideosDataset(**clips, **options, **arguments)
+    return StreamingLAIONDataset(family=family, crop=config.crop, **options, **arguments)
 
 
-def _say(config: DataConfig, given: Sequence[Opened], global_batch_size: int) -> None:
+def _log_defaults(config: DataConfig, streams: Sequence[ResolvedStream], global_batch_size: int) -> None:
     """Say where shards are kept if that was not given, and which buckets are left out."""
     for source in config.sources:
         remote, local = source.folders
-        if remote is not None and local == default_folder(remote):
-            log.info(f"data.local: not given: the shards of {printable(remote)} are kept in {local}")
-    if buckets_of(given) and (rare := unfilled(given, global_batch_size)):
-        named = ", ".join(f"{width}x{height} ({num})" for (width, height), num in rare.items())
+        if remote is not None and local == default_cache_folder(remote):
+            log.info(f"data.local: not given: the shards of {to_printable(remote)} are kept in {local}")
+    if bucket_sizes_of(streams) and (unfilled := find_unfilled_buckets(streams, global_batch_size)):
+        named = ", ".join(f"{width}x{height} ({num})" for (width, height), num in unfilled.items())
         log.info(f"data: these buckets fill no batch of {global_batch_size}, and are not trained on: {named}.")
 
 
@@ -392,7 +390,7 @@ def build_data(
     device_batch_size: int,
     device: torch.device,
     seed: int,
-    stages: Sequence[Stage] = (),
+    datasets: Sequence[Dataset] = (),
     all_ready: Callable[[bool], bool] = lambda is_here: is_here,
 ) -> DataSpec:
     """Return the run's batches for this rank, as a Composer DataSpec.
@@ -403,26 +401,26 @@ def build_data(
         device_batch_size: samples per rank and batch.
         device: where synthetic batches are kept.
         seed: of the order of samples, or of the synthetic batch.
-        stages: what each stage says of itself; empty: it is read here.
+        datasets: what each dataset says of itself; empty: it is read here.
         all_ready: see Loader.
 
     Raises:
-        StreamFailure: the stage's index cannot be fetched; raised on all ranks.
-        ValueError: the stage does not exist.
+        StreamFailure: the dataset's index cannot be fetched; raised on all ranks.
+        ValueError: the dataset does not exist.
     """
     if config.synthetic:
         return DataSpec(SyntheticBatches(config.columns(family, size), device_batch_size, device, seed))
-    given = opened(config.sources, stages or config.read(), size)
-    _say(config, given, device_batch_size * dist.get_world_size())
-    dataset = open_stages(config, family, given, device_batch_size=device_batch_size, seed=seed)
+    streams = resolve_streams(config.sources, datasets or config.read(), size)
+    _log_defaults(config, streams, device_batch_size * dist.get_world_size())
+    dataset = open_datasets(config, family, streams, device_batch_size=device_batch_size, seed=seed)
     loader = Loader(
         dataset,
         all_ready=all_ready,
-        epoch_batches=dataset.batches_of_epoch(device_batch_size * dist.get_world_size()),
+        epoch_batches=dataset.count_epoch_batches(device_batch_size * dist.get_world_size()),
         max_bad_samples=config.max_bad_samples,
         num_workers=config.workers,
         pin_memory=device.type == "cuda",
         persistent_workers=config.workers > 0,
-        timeout=config.patience_sec + LOADER_MARGIN_SEC if config.workers else 0,
+        limit_sec=config.patience_sec + LOADER_MARGIN_SEC,
     )
     return DataSpec(loader)

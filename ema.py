@@ -27,10 +27,16 @@ import torch
 from composer import Algorithm, Event, Logger, State, Time, TimeUnit
 from torch import Tensor, nn
 
-from cli.limits import duration, exclusive, limited
-from cli.private_api import require_private_api
-from weights.parts import of_part, part, part_of
-from weights.tensors import difference, tensor_specs, trained_parameters
+from common.private_api import require_private_api
+from common.value_types import duration, exclusive, limited
+from weights.tensors import (
+    format_difference,
+    from_local_shard,
+    local_shard,
+    shard_like,
+    tensor_specs,
+    trained_parameters,
+)
 
 MAX_SIGMA_REL = 1.0 / math.sqrt(12.0)  # gamma = 0, a uniform average over the whole run
 DEFAULT_DECAY = 0.9999  # of MosaicML's and NVIDIA's Stable Diffusion recipes; a half-life of 6,931 batches
@@ -43,15 +49,15 @@ class EMAConfig:
     enabled: bool = False
     """Keep EMA weights."""
     half_life: str | None = duration(None, "ba", "sp")
-    """Batches (1000ba) or images (2048000sp) after which a batch's weight in the EMA has halved."""
+    """Batches (1000ba) or images (2048000sp) after which a batch's weight halves."""
     decay: float | None = limited(None, 0.0, 1.0, below=True, usual="0.999 to 0.9999")
-    """Fixed factor for each batch. null: 0.9999 if neither half_life nor sigma_rel is given."""
+    """Factor per batch. null: 0.9999, or from half_life or sigma_rel."""
     sigma_rel: float | None = limited(None, 0.0, MAX_SIGMA_REL, above=True, below=True, usual="0.05 to 0.25")
-    """Relative width of a power-function EMA (arXiv:2312.02696); 0.05 to 0.25 are usual."""
+    """Relative width of a power-function EMA (arXiv:2312.02696)."""
     start: str = duration("0ba", "ba", "sp", least=0)
-    """Batches (800000ba) or images (512000sp) before the EMA begins. It takes no memory until then."""
+    """Batches (800000ba) or images (512000sp) before the EMA begins."""
     device: Literal["model", "cpu"] = "model"
-    """model: on the model's device. cpu: in host memory, for a full GPU; then set `every` well above 1."""
+    """cpu: in host memory, for a full GPU; then raise `every`."""
     every: int = limited(1, 1)
     """Batches between two updates."""
 
@@ -62,17 +68,17 @@ class EMAConfig:
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for keys that do not go together."""
-        found = exclusive("ema", self, "half_life", "decay", "sigma_rel")
+        problems = exclusive("ema", self, "half_life", "decay", "sigma_rel")
         set_to = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
         if set_to and not self.enabled:
             text = f"false, but ema.{set_to[0]} is given. Say ema.enabled=true (--use_ema), or leave it out."
-            found.append(("ema.enabled", text))
-        return found
+            problems.append(("ema.enabled", text))
+        return problems
 
 
 FOREACH = ("_foreach_lerp_", "_foreach_mul_", "_foreach_add_", "_foreach_copy_")
-require_private_api(torch, *FOREACH, why="the EMA of all weights in one pass")
-require_private_api(torch.amp.GradScaler, "_found_inf_per_device", why="a step that fp16 skips is left out of the EMA")
+SKIPPED = "amp.GradScaler._found_inf_per_device"
+require_private_api(torch, *FOREACH, SKIPPED, why="the EMA takes one pass, and leaves out steps that fp16 skips")
 
 
 def power_gamma(sigma_rel: float) -> float:
@@ -88,7 +94,7 @@ def power_gamma(sigma_rel: float) -> float:
 
 def _local(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter, or all of it. The EMA needs no other rank's part."""
-    return part(parameter.detach())
+    return local_shard(parameter.detach())
 
 
 def _average_specs(parameters: Mapping[str, Tensor]) -> dict[str, str]:
@@ -156,8 +162,10 @@ class EMA(Algorithm):
     def bind(self, model: nn.Module) -> None:
         """Take the model's trained parameters, without wrappers. Raises ValueError: the EMA is of other parameters."""
         parameters = trained_parameters(model)
-        own = {name: of_part(weight, parameters.get(name, weight)) for name, weight in self.weights.items()}
-        if own and (text := difference(_average_specs(parameters), tensor_specs(own))):
+        weights = {
+            name: from_local_shard(weight, parameters.get(name, weight)) for name, weight in self.weights.items()
+        }
+        if weights and (text := format_difference(_average_specs(parameters), tensor_specs(weights))):
             raise ValueError(f"ema: the EMA weights are of another model: {text}.")
         self._parameters = parameters
 
@@ -182,11 +190,11 @@ class EMA(Algorithm):
         self._pending_images += num_images
         if self._pending_steps < self.config.every:
             return
-        amount = 1.0 - self.decay_of(self._pending_steps, self._pending_images, self.num_steps)
+        amount = 1.0 - self.compute_decay(self._pending_steps, self._pending_images, self.num_steps)
         self._pending_steps = self._pending_images = 0
-        lerp_(list(self.weights.values()), self._weights_where_the_average_is(), amount)
+        lerp_(list(self.weights.values()), self._weights_on_average_device(), amount)
 
-    def decay_of(self, steps: int, images: int, total_steps: int) -> float:
+    def compute_decay(self, steps: int, images: int, total_steps: int) -> float:
         """Return the factor of an update over `steps` steps, the last of which is number `total_steps` (from 1)."""
         if self._gamma is not None:
             return ((total_steps - steps) / total_steps) ** (self._gamma + 1.0)  # the product of (1 - 1/t)^(gamma + 1)
@@ -196,9 +204,9 @@ class EMA(Algorithm):
         return (DEFAULT_DECAY if self.config.decay is None else self.config.decay) ** steps
 
     @torch.no_grad()
-    def _weights_where_the_average_is(self) -> list[Tensor]:
+    def _weights_on_average_device(self) -> list[Tensor]:
         # Not `_local`: no gradient is recorded here, and detaching hundreds of tensors takes 1/30 of the update's time.
-        local = [part(p) for p in self._parameters.values()]
+        local = [local_shard(p) for p in self._parameters.values()]
         if self.config.device == "model" or not any(tensor.is_cuda for tensor in local):
             return local
         if not self._staging:
@@ -218,7 +226,7 @@ class EMA(Algorithm):
             yield
             return
         exchanged: list[tuple[Tensor, Tensor]] = []
-        kept: list[Tensor] = []  # training weights of another type than float32: a swap would round the EMA
+        saved: list[Tensor] = []  # training weights of another type than float32: a swap would round the EMA
         try:
             self._applied = True
             for name, parameter in self._parameters.items():
@@ -227,8 +235,8 @@ class EMA(Algorithm):
                     _exchange(weight, average)
                     exchanged.append((weight, average))
                 else:
-                    kept.append(weight.clone())
-                    exchanged.append((weight, kept[-1]))
+                    saved.append(weight.clone())
+                    exchanged.append((weight, saved[-1]))
                     with torch.no_grad():
                         weight.copy_(average)
             yield
@@ -242,13 +250,13 @@ class EMA(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         """Return the EMA weights and their counts; not copied, in parts where the weights are."""
         counts = {"steps": self.num_steps, "pending_steps": self._pending_steps, "pending_images": self._pending_images}
-        weights = {name: of_part(weight, self._parameters[name]) for name, weight in self.weights.items()}
+        weights = {name: from_local_shard(weight, self._parameters[name]) for name, weight in self.weights.items()}
         return {"weights": weights, **counts}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = False) -> None:
         """Load EMA weights by exact name and shape, whatever `strict` says. Call `bind` first.
 
-        Of tensors without memory (on meta) the places alone are made, to be filled by what `state_dict` returns.
+        For tensors without memory (on meta) only storage is allocated, to be filled through what `state_dict` returns.
 
         Raises:
             ValueError: names or shapes differ; lists tensors that are missing, left over or of another shape.
@@ -256,25 +264,25 @@ class EMA(Algorithm):
         assert self._parameters, "bind the model first"
         saved = state["weights"]
         if saved or state["steps"]:  # not begun yet: nothing to compare
-            if text := difference(_average_specs(self._parameters), tensor_specs(saved)):
+            if text := format_difference(_average_specs(self._parameters), tensor_specs(saved)):
                 raise ValueError(f"ema: the saved EMA weights do not fit the model: {text}.")
             self.weights = {name: self._empty(p) for name, p in self._parameters.items()}
             for name, p in self._parameters.items():
                 if not saved[name].is_meta:
-                    self.weights[name].copy_(part_of(saved[name], p))
+                    self.weights[name].copy_(shard_like(saved[name], p))
         self.num_steps = state["steps"]
         self._pending_steps, self._pending_images = state["pending_steps"], state["pending_images"]
 
 
 @torch.no_grad()
-def _exchange(one: Tensor, other: Tensor) -> None:
-    """Swap the contents of two tensors, on any devices; `one` is restored if that fails midway."""
-    before = one.clone()
+def _exchange(tensor: Tensor, other: Tensor) -> None:
+    """Swap the contents of two tensors, on any devices; `tensor` is restored if that fails midway."""
+    before = tensor.clone()
     try:
-        one.copy_(other)
+        tensor.copy_(other)
         other.copy_(before)
     except BaseException:
-        one.copy_(before)
+        tensor.copy_(before)
         raise
 
 
@@ -286,5 +294,5 @@ def step_will_be_skipped(state: State) -> bool:
     """
     if state.scaler is None or not state.scaler.is_enabled():
         return False
-    found = (state.scaler._found_inf_per_device(optimizer) for optimizer in state.optimizers)
-    return any(tensor.item() > 0.0 for per_device in found for tensor in per_device.values())
+    infinities = (state.scaler._found_inf_per_device(optimizer) for optimizer in state.optimizers)
+    return any(tensor.item() > 0.0 for per_device in infinities for tensor in per_device.values())

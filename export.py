@@ -20,9 +20,12 @@ Exit code: 0, 2 when something cannot be exported (each problem on a line of std
 from __future__ import annotations
 
 if __name__ == "__main__":  # the imports below take seconds, and an interrupt in them never reaches main
-    from cli import interrupts
+    from common import command_help, interrupts
 
-    interrupts.told("export.py: interrupted. Nothing of a new export is left. The same command begins anew.")
+    interrupts.print_on_interrupt(
+        "export.py: interrupted. Nothing of a new export is left. The same command begins anew."
+    )
+    command_help.answer_help(__file__)
 
 import contextlib
 import dataclasses
@@ -37,36 +40,45 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from cli import errors, masking
-from cli.command import command, start
-from cli.command_line import Assignment, CommandLine, Problem, leaves, parse_command_line
-from cli.errors import ConfigError
-from cli.files import read_regular, whole, whole_folder, write_json, write_whole
-from cli.log import EVERY_RANK, log
+from checkpointing.files import FULL, NAME, WEIGHTS, list_checkpoints, number_of, read_outline
+from common import errors, masking
+from common.command import command, start
+from common.command_line import Assignment, CommandLine, Problem, leaves, parse_command_line
+from common.errors import ConfigError
+from common.files import atomic_folder, atomic_path, read_regular, write_atomic, write_json
+from common.log import EVERY_RANK, log
+from common.value_types import ImageSize
 from config import load, to_yaml
-from evaluation.score_table import read_rows
+from evaluation.scorer import EvalConfig
+from evaluation.sources import EXPORT_FILE, load_snapshot
+from evaluation.table import read_rows
+from families import encoders, load_family, lora, pipeline_files
+from families.encoders import ModelConfig, default_weights, model_problems
+from families.lora import LoraConfig
+from families.sampling import MIN_STEPS, default_sampler, sampling_problems
 from model import LatentDiffusion
-from record.checkpoint_files import FULL, NAME, WEIGHTS, listed, outline
-from record.config_file import CONFIG, masked_text, read_files
-from record.environment import commit
-from record.files import check_record, evaluations_of, read_summary, run_id_of
-from record.summary import result_line
 from reports.model_card import Card
-from training import adapter, warm_start
-from training.places import EXPORT
-from training.run_config import RunConfig, build
-from training.snapshots import load_snapshot
-from weights.files import SUFFIXES, open_weights
+from run_folder.environment import commit
+from run_folder.files import (
+    CONFIG,
+    ENVIRONMENT,
+    check_record,
+    evaluations_of,
+    masked_text,
+    read_files,
+    read_object,
+    read_summary,
+    run_id_of,
+)
+from run_folder.history import result_line
+from training import initial_weights
+from training.config import RunConfig, build
+from weights.files import WEIGHT_SUFFIXES, open_weights
 from weights.hub import upload, upload_problem
 from weights.tensors import fingerprint
-from zoo import load_family, model_config, pipeline_folder
-from zoo.encoders import own_weights
-from zoo.model_config import model_problems
-from zoo.sampling import MIN_STEPS, sampling_problems, usual_sampler
-from zoo.spec import as_size
 
 SCHEMA = 1
-FACTS, OF_RUN = EXPORT, "run_config.yaml"  # not config.yaml: a folder with that is a run
+RUN_CONFIG = "run_config.yaml"  # not config.yaml: a folder with that is a run
 CAPTION = "a photograph of an astronaut riding a horse"
 UNREAD = ("run_name", "run_folder", "model.denoiser", "data.", "optimizer.", "schedule.", "save.", "target.")
 UNREAD += ("validation.", "samples.", "measure.", "profile.", "loggers.", "mlperf.")
@@ -97,7 +109,7 @@ class ExportConfig:
     lora: Literal["merged", "separate"] = "merged"
     """A run with LoRA: its adapter merged into its base; or alone, one file for diffusers' load_lora_weights."""
     push_to_hub: str | None = None
-    """OWNER/NAME on the Hugging Face Hub, which the folder is brought to, too."""
+    """OWNER/NAME on the Hugging Face Hub, to which the folder is uploaded too."""
     private: bool = True
     """A new model on the hub is private."""
     model: EncodersConfig = field(default_factory=EncodersConfig)
@@ -105,10 +117,10 @@ class ExportConfig:
     def problems(self, out: Path) -> list[Problem]:
         """Return what cannot be, whatever the run is."""
         if self.lora == "separate" and not is_ldm(out):
-            text = f"lora: separate, but {out} is no file's name: an adapter is one file. Give FILE.safetensors."
+            text = f"lora: separate, but {out} is not a file name: an adapter is one file. Give FILE.safetensors."
             return [Problem(text, ("lora",))]
         if self.push_to_hub is None:
-            text = "private: false, but nothing is brought to the hub. Give push_to_hub=OWNER/NAME, or leave it out."
+            text = "private: false, but nothing is uploaded to the hub. Give push_to_hub=OWNER/NAME, or leave it out."
             return [] if self.private else [Problem(text, ("private",))]
         text = upload_problem(self.push_to_hub)
         if is_ldm(out):
@@ -124,47 +136,43 @@ def is_ldm(out: Path) -> bool:
 # --- which run, which weights ---
 
 
-def run_of(place: str) -> tuple[Path, Path | None]:
+def find_run(address: str) -> tuple[Path, Path | None]:
     """Return a run's folder, and the checkpoint where one is named. Raises ConfigError: there is no run."""
-    path = Path(place).expanduser()
+    path = Path(address).expanduser()
     file = path if NAME.fullmatch(path.name) and path.exists() else None
     run = path.parent.parent if file else path.parent if path.name == "checkpoints" else path
     if (run / CONFIG).is_file():
         return run, file
-    ways = "Give a run (runs/NAME), or a checkpoint in its folder (runs/NAME/checkpoints/weights-im...pt)"
-    what = f"{place} is in no run's folder" if file else f"{place} is no run"
-    raise ConfigError([f"{what}: {run} has no {CONFIG}. {ways}."])
+    todo = "Give a run (runs/NAME), or a checkpoint in its folder (runs/NAME/checkpoints/weights-im...pt)"
+    what = f"{address} is not in a run's folder" if file else f"{address} is not a run"
+    raise ConfigError([f"{what}: {run} has no {CONFIG}. {todo}."])
 
 
-def chosen(run: Path, wanted: str) -> Path:
+def find_checkpoint(run: Path, snapshot: str) -> Path:
     """Return the checkpoint that `snapshot` names. Raises ConfigError: there is none."""
-    snapshots, full = (listed(run / "checkpoints", kind) for kind in (WEIGHTS, FULL))
-    there = {f"{path.name.split('-')[1][:2]}{_number(path)}": path for path in snapshots + full}
-    if not there:
-        ways = "Train it with save.every_images or save.snapshot_every_images"
-        raise ConfigError([f"{run} has no snapshot or checkpoint to export. {ways}."])
-    if wanted == "last":
+    snapshots, full = (list_checkpoints(run / "checkpoints", kind) for kind in (WEIGHTS, FULL))
+    by_name = {f"{path.name.split('-')[1][:2]}{number_of(path)}": path for path in snapshots + full}
+    if not by_name:
+        todo = "Train it with save.every_images or save.snapshot_every_images"
+        raise ConfigError([f"{run} has no snapshot or checkpoint to export. {todo}."])
+    if snapshot == "last":
         if snapshots and full:  # a full checkpoint's name has its batch alone
-            return full[0] if outline(full[0])["progress"]["images"] > _number(snapshots[0]) else snapshots[0]
+            return full[0] if read_outline(full[0])["progress"]["images"] > number_of(snapshots[0]) else snapshots[0]
         return (snapshots or full)[0]
-    found = re.fullmatch(r"(im|ba)0*(\d+)", wanted)
-    path = there.get(f"{found[1]}{found[2]}") if found else None
+    match = re.fullmatch(r"(im|ba)0*(\d+)", snapshot)
+    path = by_name.get(f"{match[1]}{match[2]}") if match else None
     if path is None:
-        given = f"snapshot: {run} has no '{masking.printable(wanted)[:80]}'"
-        raise ConfigError([f"{given}. It has: last, {', '.join(there)}."])
+        text = f"snapshot: {run} has no '{masking.to_printable(snapshot)[:80]}'"
+        raise ConfigError([f"{text}. It has: last, {', '.join(by_name)}."])
     return path
 
 
-def _number(path: Path) -> int:
-    return int(path.name.split("-")[1][2:])
-
-
-def read_run(run: Path, weights: str | None, base: str | None = None) -> RunConfig:
+def read_run_config(run: Path, weights: str | None, base: str | None = None) -> RunConfig:
     """Return a run's configuration. Raises ConfigError.
 
     Args:
-        weights: the place of its encoders; None: its own.
-        base: that of the denoiser that its adapter was trained on; None: its own.
+        weights: the run's encoders, where they have moved; None: where the run has them.
+        base: the same of the denoiser that its adapter was trained on.
     """
     check_record(run)
     of_run, unreadable = read_files(run)
@@ -176,72 +184,89 @@ def read_run(run: Path, weights: str | None, base: str | None = None) -> RunConf
         raise ConfigError([f"model.denoiser: {base}, but {run} has no adapter, and needs no base. Leave it out."])
     if base is not None or not has_adapter:  # where it has none it may be gone, and is not needed
         moved.append(Assignment("export.py", "model.denoiser", base, "model.denoiser"))
+    config = load(
+        RunConfig,
+        CommandLine(None, [*of_run, *moved], False, []),
+        check=lambda config: _model_problems(config.model, config.size, is_real=not config.data.synthetic),
+        unread=UNREAD,
+    )
+    return dataclasses.replace(config, model=_with_encoders(config.model, is_real=not config.data.synthetic))
 
-    def complete(config: RunConfig) -> RunConfig:
-        family = load_family(config.model.family, config.model.preset, config.model.variant)
-        own = config.model.weights or own_weights(family, is_real=not config.data.synthetic)
-        return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=own))
 
-    def check(config: RunConfig) -> list[Problem]:
-        found = model_problems(config.model, config.size, encoders_wanted=False)
-        return found or model_problems(complete(config).model, config.size, encoders_wanted=False)
+def _with_encoders(config: ModelConfig, *, is_real: bool) -> ModelConfig:
+    """Return the section with the encoders in place of null; `is_real`: the run's data are not synthetic."""
+    family = load_family(config.family, config.preset, config.variant)
+    return dataclasses.replace(config, weights=config.weights or default_weights(family, is_real=is_real))
 
-    words = CommandLine(None, [*of_run, *moved], False, [])
-    return complete(load(RunConfig, words, check=check, unread=UNREAD))
+
+def _model_problems(config: ModelConfig, size: ImageSize, *, is_real: bool) -> list[Problem]:
+    problems = model_problems(config, size, needs_encoders=False)
+    return problems or model_problems(_with_encoders(config, is_real=is_real), size, needs_encoders=False)
 
 
 # --- what it is ---
 
 
-def facts_of(
-    run: Path, config: RunConfig, model: LatentDiffusion, progress: dict[str, Any], shown: dict[str, Any]
+def describe_export(
+    run: Path,
+    model: LatentDiffusion,
+    progress: Mapping[str, Any],
+    masked_keys: Mapping[str, Any],
+    *,
+    model_config: ModelConfig,
+    lora_config: LoraConfig,
+    evaluation: EvalConfig,
+    size: ImageSize,
+    seed: int,
+    precision: str,
 ) -> dict[str, Any]:
-    """Return what export.json says. `shown`: key -> value of the run's files, without secrets."""
+    """Return what export.json says.
+
+    Args:
+        progress: of the run at the exported weights, and which these are.
+        masked_keys: key -> value of the run's files, without secrets.
+        model_config, lora_config, evaluation, size, seed, precision: of the run.
+    """
     prediction, zero_terminal_snr = model.objective.prediction, model.objective.zero_terminal_snr
-    sampler = config.eval.sampler or usual_sampler(prediction)
+    sampler = evaluation.sampler or default_sampler(prediction)
     trained_on: dict[str, Any] = dict(prediction=prediction, zero_terminal_snr=zero_terminal_snr)
     if sampling_problems(sampler, MIN_STEPS, 1.0, **trained_on):  # such a run was never sampled
-        sampler = usual_sampler(prediction)
-    size, guidance = as_size(config.eval.image_size or config.image_size), config.eval.guidances()[0]
+        sampler = default_sampler(prediction)
+    size, guidance = evaluation.image_size_or(size[:2]), evaluation.guidances()[0]
     return {
         "schema": SCHEMA,
         **_identity(run),
         **{key: progress[key] for key in ("snapshot", "batch", "images", "weights")},
         "family": model.family.name,
         "variant": model.family.variant,
-        "preset": config.model.preset,
+        "preset": model_config.preset,
         "image_size": list(size),
         "prediction": prediction,
         "zero_terminal_snr": zero_terminal_snr,
         "sampler": sampler,
-        "steps": config.eval.steps,
+        "steps": evaluation.steps,
         "guidance": guidance,
-        "pipeline": pipeline_folder.pipeline_of(model.family).name,
+        "pipeline": pipeline_files.get_pipeline(model.family).name,
         "pipeline_call": model.family.pipeline_call(size, guidance),
-        "seed": config.seed,
-        "precision": config.precision or "fp32",
-        "encoders": masking.written({"model.weights": config.model.weights})["model.weights"],
-        "denoiser_start": shown.get("model.denoiser"),
+        "seed": seed,
+        "precision": precision,
+        "encoders": masking.restore_interpolations({"model.weights": model_config.weights})["model.weights"],
+        "denoiser_start": masked_keys.get("model.denoiser"),
         "denoiser_fingerprint": fingerprint(model.denoiser),
-        "lora": dataclasses.asdict(config.lora) if config.lora.is_given else None,
+        "lora": dataclasses.asdict(lora_config) if lora_config.is_given else None,
         **{f"{name}_fingerprint": digest for name, digest in model.encoders.fingerprints.items()},
-        "run_commit": _commit_of(run),
+        "run_commit": read_object(run / ENVIRONMENT)[0].get("commit"),
         "commit": commit(),
     }
-
-
-def _commit_of(run: Path) -> str | None:
-    try:
-        return json.loads(read_regular(run / "environment.json"))["commit"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def scores_of(run: Path, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the scores that a run has of the exported weights, each once."""
     rows = [*evaluations_of(run), *read_rows(run / "eval.jsonl")]
-    own = [row for row in rows if (row["images"], row.get("weights")) == (facts["images"], facts["weights"])]
-    unique = {json.dumps([row.get(key) for key in ("guidance", "steps", "sampler", "fid", "clip")]): row for row in own}
+    of_weights = [row for row in rows if (row["images"], row.get("weights")) == (facts["images"], facts["weights"])]
+    unique = {
+        json.dumps([row.get(key) for key in ("guidance", "steps", "sampler", "fid", "clip")]): row for row in of_weights
+    }
     return list(unique.values())
 
 
@@ -256,18 +281,18 @@ def caption_of(run: Path) -> str:
 # --- where it goes ---
 
 
-def taken(out: Path, run: Path) -> str | None:
-    """Say what is in the way there, or None: nothing is, or an earlier export of the same run."""
+def output_problem(out: Path, run: Path) -> str | None:
+    """Say why nothing can be written there, or None: it is free, or has an earlier export of the same run."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir()) and not is_ldm(out)):
         return None
     text, identity = "is no export", _identity(run)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        earlier = _facts_in_file(out) if is_ldm(out) else json.loads(read_regular(out / FACTS))
-        strangers = [] if is_ldm(out) else sorted(_files(out) - {*earlier["files"], FACTS})
+        earlier = _facts_in_file(out) if is_ldm(out) else json.loads(read_regular(out / EXPORT_FILE))
+        unknown = [] if is_ldm(out) else sorted(_files(out) - {*earlier["files"], EXPORT_FILE})
         if {key: earlier[key] for key in identity} != identity:
-            text = f"is an export of another run, {masking.printable(str(earlier['run_name']))[:80]}"
-        elif strangers:
-            text = f"has files that no export has: {', '.join(map(masking.printable, strangers[:3]))}"
+            text = f"is an export of another run, {masking.to_printable(str(earlier['run_name']))[:80]}"
+        elif unknown:
+            text = f"has files that no export has: {', '.join(map(masking.to_printable, unknown[:3]))}"
         else:
             return None
     return f"{out} exists and {text}. Give another name, or remove it."
@@ -292,100 +317,115 @@ def _files(folder: Path) -> set[str]:
 # --- the command ---
 
 
-def export(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
+def export(address: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     """Write a run's model and return what was written. Raises ValueError: it cannot be exported; OSError: nor written."""
     began = time.monotonic()
-    if out.suffix in SUFFIXES and not is_ldm(out):
+    if out.suffix in WEIGHT_SUFFIXES and not is_ldm(out):
         raise ConfigError([f"{out}: no {out.suffix} file is written. Give FILE.safetensors, or a folder."])
-    run, file = run_of(place)
-    if problem := taken(out, run):
+    run, file = find_run(address)
+    if problem := output_problem(out, run):
         raise ConfigError([problem])
     if file and config.snapshot != "last":
         raise ConfigError([f"snapshot: {config.snapshot}, but {file} is one. Give the run's folder, or leave it out."])
-    path = file or chosen(run, config.snapshot)
-    run_config = read_run(run, config.model.weights, config.model.denoiser)
+    path = file or find_checkpoint(run, config.snapshot)
+    run_config = read_run_config(run, config.model.weights, config.model.denoiser)
     if config.lora == "separate" and not run_config.lora.is_given:
         raise ConfigError([f"lora: separate, but {run} has no adapter (lora.rank). Leave it out."])
-    run_config = dataclasses.replace(run_config, model=model_config.fetched(run_config.model))
+    run_config = dataclasses.replace(run_config, model=encoders.fetch_model_weights(run_config.model))
     model = build(run_config)
     if run_config.lora.is_given:  # in float32, whatever the run computes in
-        warm_start.add_adapter(dataclasses.replace(run_config, precision="fp32"), model)
+        base, seed = run_config.model.denoiser, run_config.seed
+        initial_weights.add_adapter(model, base, run_config.lora, precision="fp32", seed=seed)
     progress = load_snapshot(model, path, config.weights or run_config.eval.weights, weights_key="weights")
-    alone = adapter.tensors(model) if config.lora == "separate" else None
+    adapter = lora.tensors(model) if config.lora == "separate" else None
     if model.adapter is not None:
-        adapter.merge(model)
-    networks = pipeline_folder.networks_of(model.family, model.denoiser, model.encoders.modules)
+        lora.merge(model)
+    networks = pipeline_files.collect_networks(model.family, model.denoiser, model.encoders.modules)
     for note in model.encoders.notes:
         log.info(f"model.weights: {note}")
 
     text = masked_text(run)
-    shown = dict(leaves(OmegaConf.to_container(OmegaConf.create(text))))
-    facts = {**facts_of(run, run_config, model, progress, shown), "dtype": config.dtype}
-    if alone is not None:
-        stored = {name: pipeline_folder.in_type(name, tensor, config.dtype) for name, tensor in alone.items()}
-        return _done(out, facts, write_file(out, stored, facts), began)
+    masked_keys = dict(leaves(OmegaConf.to_container(OmegaConf.create(text))))
+    facts = describe_export(
+        run,
+        model,
+        progress,
+        masked_keys,
+        model_config=run_config.model,
+        lora_config=run_config.lora,
+        evaluation=run_config.eval,
+        size=run_config.size,
+        seed=run_config.seed,
+        precision=run_config.precision or "fp32",
+    )
+    facts["dtype"] = config.dtype
+    if adapter is not None:
+        stored = {name: pipeline_files.cast_for_storage(name, tensor, config.dtype) for name, tensor in adapter.items()}
+        return _summarize(out, facts, write_file(out, stored, facts), began)
     if is_ldm(out):
-        size = write_file(out, pipeline_folder.single_file_tensors(networks, config.dtype), facts)
+        size = write_file(out, pipeline_files.collect_single_file_tensors(networks, config.dtype), facts)
     else:
         sampled = dict(zero_terminal_snr=facts["zero_terminal_snr"])
         scheduler = model.family.pipeline_scheduler(facts["sampler"], facts["prediction"], **sampled)
-        with whole_folder(out) as folder:
-            ways = dict(size=facts["image_size"], dtype=config.dtype)
-            facts["code"] = pipeline_folder.save_folder(folder, model.family, networks, scheduler, **ways)
+        with atomic_folder(out) as folder:
+            how = dict(size=facts["image_size"], dtype=config.dtype)
+            facts["code"] = pipeline_files.save_pipeline(folder, model.family, networks, scheduler, **how)
             scored = dict(scores=scores_of(run, facts), summary=read_summary(run))
-            card = Card(config.push_to_hub or out.resolve().name, facts, shown, caption_of(run), **scored)
-            write_whole(folder / "README.md", card.text())
-            write_whole(folder / OF_RUN, text)
-            write_json(folder / FACTS, {**facts, "files": sorted(_files(folder))})
+            card = Card(config.push_to_hub or out.resolve().name, facts, masked_keys, caption_of(run), **scored)
+            write_atomic(folder / "README.md", card.text())
+            write_atomic(folder / RUN_CONFIG, text)
+            write_json(folder / EXPORT_FILE, {**facts, "files": sorted(_files(folder))})
             size = sum((folder / name).stat().st_size for name in _files(folder))
-    return _done(out, facts, size, began)
+    return _summarize(out, facts, size, began)
 
 
 def write_file(out: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> int:
     """Write tensors and facts into a single file; return its bytes. Raises OSError."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with whole(out) as temporary:
-        pipeline_folder.write_safetensors(temporary, tensors, easel=json.dumps(facts))
+    with atomic_path(out) as temporary:
+        pipeline_files.write_safetensors(temporary, tensors, easel=json.dumps(facts))
     return out.stat().st_size
 
 
-def _done(out: Path, facts: dict[str, Any], size: int, began: float) -> dict[str, Any]:
-    done = {key: facts[key] for key in ("snapshot", "weights", "denoiser_fingerprint")}
-    return {"out": str(out), **done, "bytes": size, "seconds": round(time.monotonic() - began, 2)}
+def _summarize(out: Path, facts: dict[str, Any], size: int, began: float) -> dict[str, Any]:
+    weights = {key: facts[key] for key in ("snapshot", "weights", "denoiser_fingerprint")}
+    return {"out": str(out), **weights, "bytes": size, "seconds": round(time.monotonic() - began, 2)}
 
 
-def export_and_push(place: str, out: Path, config: ExportConfig) -> dict[str, Any]:
+def export_and_push(address: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     """Export, and bring the folder to the hub where that is wanted."""
-    done = export(place, out, config)
+    result = export(address, out, config)
     if config.push_to_hub is None:
-        return done
-    message = f"{masking.printable(Path(done['out']).name)}: {done['snapshot']}, {done['weights']} weights"
-    return {**done, "hub": upload(out, config.push_to_hub, private=config.private, message=message)}
+        return result
+    message = f"{masking.to_printable(Path(result['out']).name)}: {result['snapshot']}, {result['weights']} weights"
+    return {**result, "hub": upload(out, config.push_to_hub, private=config.private, message=message)}
 
 
-@command(__doc__)
+@command(keys=ExportConfig)
 def main(argv: Sequence[str]) -> int:
     """Read the command line, export, print a line."""
-    words = parse_command_line(argv, {}, takes_places=True)
+    command_line = parse_command_line(argv, {}, takes_arguments=True)
     try:
-        out = Path(words.places[-1]).expanduser() if words.places else Path()
-        config = load(ExportConfig, words, check=lambda config: config.problems(out))
-        if words.print_config:
+        out = Path(command_line.arguments[-1]).expanduser() if command_line.arguments else Path()
+        config = load(ExportConfig, command_line, check=lambda config: config.problems(out))
+        if command_line.print_config:
             print(to_yaml(config), end="")
             return 0
-        if len(words.places) != 2:
-            given = " ".join(words.places) or "nothing"
-            raise ConfigError([f"export.py: {given}. Give a run and a place: python export.py runs/NAME OUT."])
-        print(result_line(export_and_push(words.places[0], out, config)), flush=True)
+        if len(command_line.arguments) != 2:
+            arguments = " ".join(command_line.arguments) or "nothing"
+            raise ConfigError(
+                [f"export.py: {arguments}. Give a run and a folder or file: python export.py runs/NAME OUT."]
+            )
+        print(result_line(export_and_push(command_line.arguments[0], out, config)), flush=True)
     except ValueError as error:
         log.error(error, extra=EVERY_RANK)
         return 2
     except OSError as error:
-        said = f"{error.filename or out} cannot be written: {error.strerror}" if error.errno else str(error)
-        log.error(f"{said}. Nothing of a new export is left. Make room, or give another place.", extra=EVERY_RANK)
+        text = f"{error.filename or out} cannot be written: {error.strerror}" if error.errno else str(error)
+        log.error(f"{text}. Nothing of a new export is left. Make room, or give another path.", extra=EVERY_RANK)
         return 1
     except Exception as error:
-        errors.tell(error, debug=False)
+        errors.report_error(error, debug=False)
         return 1
     return 0
 

@@ -2,7 +2,7 @@
 
 A training step, for a batch whose random numbers `BatchRandomness` has drawn:
 
-    images (B, 3, H, W) --normalise, VAE--------> moments (B, 2C, h, w)      stage `images` only; `videos` (B, 3, F, H, W)
+    images (B, 3, H, W) --normalize, VAE--------> moments (B, 2C, h, w)      dataset `images` only; `videos` (B, 3, F, H, W)
     moments + posterior noise ------------------> latents x_0 (B, C, h, w)   scaled once
     tokens (B, L), some replaced by the empty caption's --text encoder--> condition; or stored, float16 (B, L, D)
     further columns of the family ---------------> condition, as they are
@@ -33,18 +33,17 @@ from composer.models import ComposerModel
 from composer.utils import dist
 from torch import Tensor, nn
 
-from cli.limits import ImageSize
-from weights.tensors import on_meta
-from zoo import load_family
-from zoo.encoders import FrozenEncoders, build_encoders
-from zoo.model_config import ModelConfig
-from zoo.objectives import Objective, ObjectiveConfig
-from zoo.sampling import sample
-from zoo.spec import Family
+from common.value_types import ImageSize
+from families import load_family
+from families.encoders import FrozenEncoders, ModelConfig, build_encoders
+from families.objectives import Objective, ObjectiveConfig
+from families.sampling import sample
+from families.spec import Family
+from weights.tensors import build_on_meta
 
-# Latent places (B h w) that the VAE decodes in one call: 16 images of SD2 at 512 px. A tensor of its last block takes 128 MiB
-# per image (256 x 512 x 512 in two bytes), a latent only 64 KiB. More would let decoding limit the sampler's batch.
-DECODE_PLACES = 16 * 64 * 64
+# Latent positions (B h w) that the VAE decodes in one call: 16 images of SD2 at 512 px. A tensor of its last block takes
+# 128 MiB per image (256 x 512 x 512 in two bytes), a latent only 64 KiB. More would let decoding limit the sampler's batch.
+DECODE_POSITIONS = 16 * 64 * 64
 AUTOCAST_DTYPES = {"fp16": torch.float16, **dict.fromkeys(("bf16", "bf16_params"), torch.bfloat16)}
 
 
@@ -61,7 +60,7 @@ class LatentDiffusion(ComposerModel):
     """A family's denoiser with its frozen encoders and objective.
 
     Args:
-        family: see `zoo.spec.Family`.
+        family: see `families.spec.Family`.
         objective: the forward process with its target and loss weights.
         denoiser: the trained network.
         encoders: the frozen networks.
@@ -99,15 +98,15 @@ class LatentDiffusion(ComposerModel):
         self.frozen_device = frozen_device
         self.empty_text = family.tokenize([""])  # column -> (1, L)
         self.empty_states = empty_states
-        self.further = tuple(family.further(size))  # names of columns that go to the network as they are
-        self.beside = tuple(family.beside(size))  # and of those that encoders make of the pictures
+        self.passthrough_columns = tuple(family.passthrough_values(size))  # that go to the network as they are
+        self.image_columns = tuple(family.image_columns(size))  # that encoders make of the images
         self.device = torch.device("cpu")
         # Memory format of images and latents at a network's input: see training/speed.py.
         self.memory_format = torch.contiguous_format
-        self.adapter: Any = None  # LoRA in the denoiser: see training/adapter.py
+        self.adapter: Any = None  # LoRA in the denoiser: see families/lora.py
         self.replays_graphs = False  # the denoiser runs as CUDA graphs: see training/speed.py
         self.in_step = False  # all ranks have to call the denoiser equally often: see training/sharding.py
-        self.on_losses: Callable[[Tensor, Mapping[str, Tensor]], None] | None = None  # told the losses of samples, (B,)
+        self.on_losses: Callable[[Tensor, Mapping[str, Tensor]], None] | None = None  # gets each sample's loss, (B,)
         self._autocast_dtype: torch.dtype | None = None
         self._empty_condition: dict[str, Tensor] | None = None
 
@@ -116,25 +115,25 @@ class LatentDiffusion(ComposerModel):
         """The frozen networks by name."""
         return self.encoders.modules
 
-    def place(self, device: torch.device, precision: str) -> LatentDiffusion:
-        """Move everything to the device. Encoders are cast to the compute precision; the denoiser stays float32, but for
-        bf16_params.
+    def to_device(self, device: torch.device, precision: str) -> LatentDiffusion:
+        """Move everything to the device.
 
-        With frozen_device="cpu" the encoders stay on the CPU, and what they make is moved.
+        Encoders are cast to the compute precision; the denoiser stays float32, except with bf16_params.
+        With frozen_device="cpu" the encoders stay on the CPU, and their outputs are moved.
 
         Composer opens autocast on a GPU and refuses it on a CPU, so on a CPU the model opens its own.
         """
         cast_weights(self.denoiser, precision)
         self.denoiser.to(device)
-        return self.place_around(device, precision)
+        return self.move_frozen_to_device(device, precision)
 
-    def place_around(self, device: torch.device, precision: str) -> LatentDiffusion:
+    def move_frozen_to_device(self, device: torch.device, precision: str) -> LatentDiffusion:
         """Move all but the denoiser, which is there already, in parts."""
         dtype = AUTOCAST_DTYPES.get(precision, torch.float32)
         self.encoders.to(torch.device("cpu") if self.frozen_device == "cpu" else device, dtype)
-        return self.compute_on(device, precision)
+        return self.set_compute_device(device, precision)
 
-    def compute_on(self, device: torch.device, precision: str) -> LatentDiffusion:
+    def set_compute_device(self, device: torch.device, precision: str) -> LatentDiffusion:
         """Move everything that is not a module to the device; the modules are there already."""
         self.device = device
         self.objective.to(device)
@@ -145,13 +144,13 @@ class LatentDiffusion(ComposerModel):
 
     # --- one step ---
 
-    def latent_of(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
+    def latent_shape_of(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
         """Return the shape of a batch's latents, (C, h, w): with buckets, each batch has its own."""
         if "moments" in batch:
             channels, *sides = batch["moments"].shape[1:]
             return (channels // 2, *sides)
-        if (pictures := batch.get(self.family.pictures)) is not None:
-            *frames, height, width = pictures.shape[2:]
+        if (images := batch.get(self.family.media)) is not None:
+            *frames, height, width = images.shape[2:]
             return self.family.latent_shape((width, height, *frames))
         return self.latent_shape
 
@@ -161,10 +160,10 @@ class LatentDiffusion(ComposerModel):
         They are drawn for the whole device batch before it is split, so they do not depend on the microbatch size.
 
         Args:
-            batch: columns of the stage, B first.
+            batch: columns of the dataset, B first.
             generator: on the model's device; the only source of randomness of a step.
         """
-        num, latent = len(next(iter(batch.values()))), self.latent_of(batch)
+        num, latent = len(next(iter(batch.values()))), self.latent_shape_of(batch)
 
         def normal() -> Tensor:
             return torch.randn(num, *latent, generator=generator, device=generator.device)
@@ -189,29 +188,29 @@ class LatentDiffusion(ComposerModel):
             self._empty_condition = {n: s.to(self.device, dtype) for n, s in self.empty_states.items()}
         elif self._empty_condition is None:
             states = self._encode_text(self.empty_text)
-            is_zero = self.family.empty_is_zero
+            is_zero = self.family.has_zero_empty_condition
             self._empty_condition = {n: torch.zeros_like(s) if is_zero else s for n, s in states.items()}
         return self._empty_condition
 
     @torch.no_grad()
     def encode(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Run each frozen encoder once; return the latents, (B, C, h, w) float32, and the condition."""
-        seen = batch if "moments" in batch else self.encode_pictures(batch[self.family.pictures])
+        columns = batch if "moments" in batch else self.encode_images(batch[self.family.media])
         noise = batch["posterior_noise"]
         noise = torch.zeros_like(noise) if self.posterior == "mean" else noise
-        latents = self.family.sample_latents(seen["moments"].float(), noise)
-        condition = self._text_of(batch) | {name: seen[name].float() for name in self.beside}
-        return latents, condition | {name: batch[name] for name in self.further}
+        latents = self.family.sample_latents(columns["moments"].float(), noise)
+        condition = self._text_of(batch) | {name: columns[name].float() for name in self.image_columns}
+        return latents, condition | {name: batch[name] for name in self.passthrough_columns}
 
     @torch.no_grad()
-    def encode_pictures(self, pictures: Tensor) -> dict[str, Tensor]:  # (B, 3, H, W) -> moments (B, 2C, h, w), ...
-        """Run the encoders of pictures where they are; return the columns of the stage `moments` that they make."""
-        pictures = normalize_images(pictures.to(self.encoders.device), self.normalize)
-        pictures = pictures.contiguous(memory_format=self.memory_format)
+    def encode_images(self, images: Tensor) -> dict[str, Tensor]:  # (B, 3, H, W) -> moments (B, 2C, h, w), ...
+        """Run the encoders of images where they are; return the columns of the dataset `moments` that they make."""
+        images = normalize_images(images.to(self.encoders.device), self.normalize)
+        images = images.contiguous(memory_format=self.memory_format)
         with self._frozen_autocast():
-            found = {"moments": self.family.encode_images(self.encoders.modules, pictures)}
-            found |= self.family.encode_beside(self.encoders.modules, pictures)
-        return {name: tensor.to(self.device) for name, tensor in found.items()}
+            columns = {"moments": self.family.encode_images(self.encoders.modules, images)}
+            columns |= self.family.encode_image_columns(self.encoders.modules, images)
+        return {name: tensor.to(self.device) for name, tensor in columns.items()}
 
     def _encode_text(self, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the text encoders where they are, on the batch's text columns; return the states on the model's device."""
@@ -225,7 +224,7 @@ class LatentDiffusion(ComposerModel):
     def _text_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the condition that captions give, of which some are dropped: (B, L, D)."""
         dropped, is_stored = batch["caption_dropped"], not self.empty_text.keys() <= batch.keys()
-        if not (is_stored or self.family.empty_is_zero):
+        if not (is_stored or self.family.has_zero_empty_condition):
             text = {name: torch.where(dropped[:, None], empty, batch[name]) for name, empty in self.empty_text.items()}
             return self._encode_text(text)
         states, condition = batch if is_stored else self._encode_text(batch), {}
@@ -282,7 +281,7 @@ class LatentDiffusion(ComposerModel):
 
     def _frozen_autocast(self) -> contextlib.AbstractContextManager:
         """No autocast around encoders of which some stay float32: it would cast these too."""
-        is_mixed = self._autocast_dtype is not None and self.encoders.are_mixed(self._autocast_dtype)
+        is_mixed = self._autocast_dtype is not None and self.encoders.has_mixed_dtypes(self._autocast_dtype)
         return torch.autocast(self.device.type, enabled=False) if is_mixed else contextlib.nullcontext()
 
     # --- generating ---
@@ -296,7 +295,7 @@ class LatentDiffusion(ComposerModel):
         sampler: str,
         steps: int,
         guidance: float,
-        beside: Mapping[str, Tensor] | None = None,
+        image_condition: Mapping[str, Tensor] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Tensor:
         """Generate images from captions and noise, with the denoiser's current weights.
@@ -304,9 +303,9 @@ class LatentDiffusion(ComposerModel):
         Args:
             text: the batch's text columns, (B, L) each, as `Family.tokenize` returns them.
             noise: (B, C, h, w) standard normal; its h and w give the images' size.
-            sampler, steps, progress: see `zoo.sampling.sample`.
+            sampler, steps, progress: see `families.sampling.sample`.
             guidance: guidance scale; 1 is none, and takes half the time, unless the network has it as an input.
-            beside: what the network is told of given pictures, see `encode_pictures`; (B, ...) each.
+            image_condition: what the network receives of given images, see `encode_images`; (B, ...) each.
 
         Returns:
             (B, 3, H, W) float32 in [0, 1], on the model's device; of videos (B, 3, F, H, W).
@@ -315,8 +314,8 @@ class LatentDiffusion(ComposerModel):
             ValueError: an invalid sampler, number of steps or guidance.
         """
         # The same autocast as in training. On a GPU it includes the text encoder, since Composer opens it around the step.
-        with evaluating(self.denoiser), self._autocast("cuda"):
-            condition, family = self._condition_of({**text, **(beside or {})}, noise, guidance), self.family
+        with eval_mode(self.denoiser), self._autocast("cuda"):
+            condition, family = self._condition_of({**text, **(image_condition or {})}, noise, guidance), self.family
             with self._autocast("cpu"):
                 latents = sample(
                     lambda noisy, times: self._denoise(noisy, times, condition),
@@ -327,39 +326,39 @@ class LatentDiffusion(ComposerModel):
                     shift=family.sampling_shift(tuple(noise.shape[1:])),
                     spacing=family.sampling_spacing,
                     steps=steps,
-                    guidance=1.0 if family.embeds_guidance else guidance,
+                    guidance=1.0 if family.has_guidance_input else guidance,
                     progress=progress,
                 )
         with torch.autocast(self.device.type, enabled=False):
-            parts = latents.split(max(1, DECODE_PLACES // latents[0, 0].numel()))
+            parts = latents.split(max(1, DECODE_POSITIONS // latents[0, 0].numel()))
             images = torch.cat([self._decode(part) for part in parts])
         return ((images + 1.0) / 2.0).clamp(0.0, 1.0)
 
     def _decode(self, latents: Tensor) -> Tensor:  # (B, C, h, w) -> (B, 3, H, W)
-        """Run the VAE's decoder where it is."""
+        """Run the VAE's decoder on its device."""
         on = latents.to(self.encoders.device)
         return self.family.decode_latents(self.encoders.modules, on).to(self.device).float()
 
     def _condition_of(self, text: Mapping[str, Tensor], noise: Tensor, guidance: float) -> dict[str, Tensor]:
-        """Return what the network gets beside the latents, in generating; unconditional rows first, where there are some."""
+        """Return what the network receives in addition to the latents, in generating; unconditional rows first, if any."""
         num, condition = len(noise), self._encode_text(text)
-        if missing := ", ".join(name for name in self.beside if name not in text):
-            raise ValueError(f"{self.family.name} draws what follows a picture: {missing} is not given.")
-        if self.family.embeds_guidance:
+        if missing := ", ".join(name for name in self.image_columns if name not in text):
+            raise ValueError(f"{self.family.name} starts a video from its first frame: {missing} is not given.")
+        if self.family.has_guidance_input:
             condition["guidance"] = torch.full((num,), guidance, device=self.device)
         elif guidance != 1.0:
             empty = {name: self.empty_condition()[name].expand_as(states) for name, states in condition.items()}
             condition = {name: torch.cat([empty[name], states]) for name, states in condition.items()}
         scale, rows = self.family.pixels_per_latent, len(next(iter(condition.values())))
-        further = self.family.further((noise.shape[-1] * scale, noise.shape[-2] * scale))
-        condition |= {n: value.to(self.device).expand(rows, *value.shape[1:]) for n, value in further.items()}
+        passthrough = self.family.passthrough_values((noise.shape[-1] * scale, noise.shape[-2] * scale))
+        condition |= {n: value.to(self.device).expand(rows, *value.shape[1:]) for n, value in passthrough.items()}
         return condition | {
-            n: text[n].to(self.device).repeat(rows // num, *[1] * (text[n].ndim - 1)) for n in self.beside
+            n: text[n].to(self.device).repeat(rows // num, *[1] * (text[n].ndim - 1)) for n in self.image_columns
         }
 
 
 @contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def eval_mode(module: nn.Module) -> Iterator[None]:
     """Put a module into eval mode; afterwards restore each submodule's mode, even after an error."""
     training = [part for part in module.modules() if part.training]
     module.eval()
@@ -381,7 +380,7 @@ def build_model(
     empty_states: Mapping[str, Tensor] | None = None,
     has_denoiser: bool = True,
 ) -> LatentDiffusion:
-    """Build a model on the CPU. The denoiser's weights come from `seed`, random encoders from a fixed seed of their own.
+    """Build a model on the CPU. The denoiser's weights come from `seed`, random encoders from a separate fixed seed.
 
     Args:
         has_denoiser: False: the denoiser has names and shapes, and no memory (on meta).
@@ -392,7 +391,7 @@ def build_model(
     encoders = build_encoders(family, config.weights, config.vae_precision) if built else FrozenEncoders({}, [])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        denoiser = family.build_denoiser() if has_denoiser else on_meta(family.build_denoiser)
+        denoiser = family.build_denoiser() if has_denoiser else build_on_meta(family.build_denoiser)
     objective = objective.resolved(family.objective)
     assert objective.caption_dropout is not None
     return LatentDiffusion(
@@ -411,7 +410,7 @@ def build_model(
 
 def zero_states(family: Family, size: ImageSize) -> dict[str, Tensor]:
     """Return zeros in place of the empty caption's states, (1, L, D) or (1, P), where they do not matter; its mask does."""
-    others = {"moments", *family.beside(size), *family.further(size)}
+    others = {"moments", *family.image_columns(size), *family.passthrough_values(size)}
     columns = family.columns("moments", size, stored_text=True)
     states = {name: torch.zeros(1, *column.shape) for name, column in columns.items() if name not in others}
     # HunyuanVideo takes the mean over a caption's tokens: a mask without any gives 0 / 0.

@@ -2,3 +2,7 @@
 
 Nothing imports it. It may import every room below it.
 """
+
+from common.command_help import answer_help_of_module
+
+answer_help_of_module(__name__)

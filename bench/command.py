@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from cli.command_line import Problem, parse_command_line
-from cli.files import write_whole
-from config import as_written, load, to_yaml
-from preflight.limits import unwritable
-from record.environment import environment
-from reports.tables import TABLES, about, text_of
+from common.command_line import Problem, parse_command_line
+from common.files import write_atomic, write_problem
+from config import load, to_written_dict, to_yaml
+from reports.formatting import about
+from reports.tables import TABLES, text_of
+from run_folder.environment import environment
 
 Config = TypeVar("Config")
 SCHEMA = 1
@@ -39,7 +39,7 @@ def read_keys(
 ) -> Config | None:
     """Return a command's configuration, or None if --print_config asked for it."""
     command_line = parse_command_line(argv, {})
-    config = load(schema, command_line, check=lambda given: [*check(given), *_path_problems(given)])
+    config = load(schema, command_line, check=lambda config: [*check(config), *_path_problems(config)])
     if command_line.print_config:
         print(to_yaml(config), end="")
         return None
@@ -50,11 +50,11 @@ def _path_problems(config: Any) -> list[Problem]:
     """Check what would fail only after minutes: the record's file, and the folder for temporary files."""
     results, work = Path(config.results), getattr(config, "work", None)
     texts = {
-        "results": f"{results} is a folder. Give a file in it." if results.is_dir() else unwritable(results.parent)
+        "results": f"{results} is a folder. Give a file in it." if results.is_dir() else write_problem(results.parent)
     }
     if work is not None:
         is_folder = Path(work).is_dir()
-        texts["work"] = unwritable(work) if is_folder else f"no folder {work}. Make it, or leave it out."
+        texts["work"] = write_problem(work) if is_folder else f"no folder {work}. Make it, or leave it out."
     return [Problem(f"{key}: {text}", (key,)) for key, text in texts.items() if text]
 
 
@@ -69,32 +69,42 @@ def head() -> dict[str, Any]:
     }
 
 
-def keep(measured: str, config: Any, figures: Callable[[], Mapping[str, Any]]) -> None:
-    """Measure, write the record, and print it: as its table, or a line for each figure.
+def measure_and_record(
+    measured: str,
+    schema: type[Config],
+    argv: Sequence[str],
+    measure: Callable[[Config], Mapping[str, Any]],
+    check: Callable[[Config], Sequence[Problem]] = lambda config: [],
+) -> int:
+    """Run a command: read its keys, measure, write the record, and print it, as its table or a line for each figure.
 
     Args:
         measured: the command's name.
-        config: its keys; `results` is the record's file, which is replaced.
-        figures: measures, and returns the rest of the record.
+        schema: its keys; `results` is the record's file, which is replaced.
+        measure: returns the rest of the record.
     """
+    config: Any = read_keys(schema, argv, check)
+    if config is None:
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: temporary folders are removed first
     began = time.monotonic()
-    record = {**head(), "measured": measured, "config": as_written(config), **figures()}
+    record = {**head(), "measured": measured, "config": to_written_dict(config), **measure(config)}
     record["load_average_after"] = round(os.getloadavg()[0], 2)
     record["seconds"] = round(time.monotonic() - began, 1)
     write_record(config.results, record)
     if measured in TABLES:
         print(text_of(record))
-        return
+        return 0
     print(about(record))
     for key in (key for key in record if f"{key}_min" in record):
         print("{}: {:,.4g} ({:,.4g} to {:,.4g})".format(key, *(record[f"{key}{end}"] for end in ("", "_min", "_max"))))
+    return 0
 
 
 def write_record(path: str, record: Mapping[str, Any]) -> None:
     """Write a record, replacing an earlier one."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_whole(Path(path), json.dumps(record, indent=2, allow_nan=False) + "\n")
+    write_atomic(Path(path), json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
 # --- contestants ---
@@ -130,15 +140,15 @@ class Figures:
     def add(self, key: str, values: Sequence[float]) -> None:
         """Add a series as KEY (median), KEY_min and KEY_max."""
         self.by_round[key] = [rounded(value) for value in values]
-        self._add_spread(key, values)
+        self._add_median(key, values)
 
     def ratio(self, key: str, over: str, under: str) -> None:
         """Add the ratio of two series as KEY, KEY_min and KEY_max."""
-        self._add_spread(key, [a / b for a, b in zip(self.by_round[over], self.by_round[under], strict=True)])
+        self._add_median(key, [a / b for a, b in zip(self.by_round[over], self.by_round[under], strict=True)])
 
-    def _add_spread(self, key: str, values: Sequence[float]) -> None:
-        spread = {key: statistics.median(values), f"{key}_min": min(values), f"{key}_max": max(values)}
-        self.flat |= {name: rounded(value) for name, value in spread.items()}
+    def _add_median(self, key: str, values: Sequence[float]) -> None:
+        figures = {key: statistics.median(values), f"{key}_min": min(values), f"{key}_max": max(values)}
+        self.flat |= {name: rounded(value) for name, value in figures.items()}
 
     def as_record(self) -> dict[str, Any]:
         """Return everything for a record."""

@@ -41,17 +41,18 @@ from streaming import MDSWriter, StreamingDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from bench.command import Figures, keep, read_keys, take_turns, threads
-from cli.command import command
-from cli.command_line import Problem
-from cli.limits import ImageSize, limited
+from bench.command import Figures, measure_and_record, take_turns, threads
+from common.command import command
+from common.command_line import Problem
+from common.value_types import ImageSize, limited
 from data import DataConfig, build_data
-from stages.dataset import array_encoding, write_facts
-from stages.fetch import HASH
-from stages.images import decode_image, resize_and_crop
-from stages.mixture import StreamConfig
-from zoo import load_family
-from zoo.spec import Family
+from families import load_family
+from families.spec import Family
+from mds.dataset import array_encoding, write_metadata
+from mds.fetch import HASH
+from mds.images import decode_image, resize_and_crop
+from mds.mixture import StreamConfig
+from mds.order import BLOCK_SIZE
 
 SIZE = (512, 512)
 MOMENTS_BATCH, IMAGES_BATCH = 64, 16
@@ -126,12 +127,12 @@ def render_jpeg(number: int, size: tuple[int, int]) -> bytes:
 def write_moments(folder: Path, num_samples: int, *, size: ImageSize = SIZE, tar: bool = False) -> None:
     """Write random moments as a stage in folder/stage and, if asked for, the same numbers to folder/samples.tar."""
     columns = build_family().columns("moments", size)
-    encodings = {name: array_encoding(column.stored, column.shape) for name, column in columns.items()}
+    encodings = {name: array_encoding(column.stored_dtype, column.shape) for name, column in columns.items()}
     random, moments, tokens = np.random.default_rng(SEED), columns["moments"], columns["tokens"]
     rows = (
         {
             "moments": random.standard_normal(moments.shape, np.float32).astype(np.float16),
-            "tokens": random.integers(0, tokens.below, tokens.shape, tokens.stored),
+            "tokens": random.integers(0, tokens.below, tokens.shape, tokens.stored_dtype),
             **words(number),
         }
         for number in range(num_samples)
@@ -168,7 +169,7 @@ def _write(
                 member = tarfile.TarInfo(f"{row['key']}.{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
-    write_facts(folder / "stage", stage, {})
+    write_metadata(folder / "stage", stage, {})
 
 
 # --- who reads ---
@@ -217,6 +218,7 @@ def plain_loader(folder: Path, stage: str, batch_size: int) -> Iterable[Batch]:
         num_canonical_nodes=1,
         shuffle=True,
         shuffle_algo="py1e",
+        shuffle_block_size=BLOCK_SIZE,
         shuffle_seed=SEED,
     )
     return DataLoader(dataset, batch_size, num_workers=1, persistent_workers=True, drop_last=True, collate_fn=collate)
@@ -299,6 +301,9 @@ def measure_part(part: str, folder: Path, config: DataBenchConfig, figures: Figu
     loaders = PARTS[part](folder, config)
     num = config.num_images if part == "images" else config.num_samples
     cpu_us: dict[str, list[float]] = {name: [] for name in loaders}
+    if part != "streams":
+        num_bytes = sum(path.stat().st_size for path in (folder / "stage").glob("*.mds"))
+        figures.flat[f"{part}_bytes_a_sample"] = round(num_bytes / num, 1)
 
     def turn(name: str) -> float:
         began_sec = workers_sec()
@@ -331,13 +336,10 @@ def measure(config: DataBenchConfig) -> dict[str, Any]:
     return figures.as_record()
 
 
-@command(__doc__, needs_words=False)
+@command(keys=DataBenchConfig, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(DataBenchConfig, argv, check)
-    if config is not None:
-        keep("data", config, lambda: measure(config))
-    return 0
+    return measure_and_record("data", DataBenchConfig, argv, measure, check)
 
 
 if __name__ == "__main__":

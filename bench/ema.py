@@ -32,11 +32,11 @@ import torch
 from composer import Event, Timestamp
 from torch import nn
 
-from bench.command import Figures, keep, read_keys, take_turns, threads
-from cli.command import command
-from cli.limits import limited
+from bench.command import Figures, measure_and_record, take_turns, threads
+from common.command import command
+from common.value_types import limited
 from ema import EMA, EMAConfig
-from zoo.sd2 import FULL, SD2, Architecture
+from families.sd2 import FULL, SD2, SD2Sizes
 
 UPDATES_A_TURN = 9
 TURN_SEC = 1.0  # after which no further update is started
@@ -73,7 +73,7 @@ def narrow_unet(num_parameters: int, device: torch.device) -> nn.Module:
         use_linear_projection=True,
     )
     torch.manual_seed(0)
-    return SD2(Architecture(unet=unet, vae={}, text={}), "stock", {}).build_denoiser().to(device)
+    return SD2(SD2Sizes(unet=unet, vae={}, text={}), "stock", {}).build_denoiser().to(device)
 
 
 def updates(model: nn.Module) -> dict[str, Update]:
@@ -134,13 +134,10 @@ def measure(config: EMABenchConfig) -> dict[str, Any]:
     return figures.as_record()
 
 
-@command(__doc__, needs_words=False)
+@command(keys=EMABenchConfig, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(EMABenchConfig, argv)
-    if config is not None:
-        keep("ema", config, lambda: measure(config))
-    return 0
+    return measure_and_record("ema", EMABenchConfig, argv, measure)
 
 
 if __name__ == "__main__":

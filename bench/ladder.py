@@ -1,15 +1,15 @@
-"""Run the same job rung by rung, each in a process of its own, and keep one record a rung.
+"""Run the same job rung by rung, each in a separate process, and keep one record a rung.
 
     make gpu-ladder                                                              # on a GPU machine
     python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=/tmp/ladder   # the same code on a CPU
 
-A rung is a YAML of yamls/ with the ladder's keys and some of its own; the first one is the baseline. The table sets each
+A rung is a YAML of yamls/ with the ladder's keys and the rung's; the first one is the baseline. The table sets each
 against the last one before it that ran, or against the one that it names as `over`, and against the baseline, where device
 and commit are the same (and the call, where no commit names the code). A rung's record,
 RESULTS/LADDER/RUNG.json, is the run's summary.json with the rung's name, command, evaluations, validations, status:
 ok, or refused (by the configuration check), out_of_memory, timeout, killed, failed, with the end of what the run printed. A
 rung that has an `ok` record of this commit is not run again, so that the command can be called until all are there; no call
-takes longer than `budget_sec` and `limit_sec` together. Where there is no git, EASEL_COMMIT says which commit this is.
+takes longer than `budget_sec` and `limit_sec` together. In a copy of the tree, EASEL_COMMIT says which commit this is.
 results= defaults to reports/results; runs=FOLDER keeps the rungs' runs there (checkpoints, samples), else they are removed.
 Exit code: 0 when each rung with a record ran, was refused or ran out of memory, 1 when one failed or none ran, 2 when the
 ladder cannot be read.
@@ -33,20 +33,17 @@ import torch
 from omegaconf import OmegaConf
 
 from callbacks.quality_target import TARGET_KEYS
-from cli.command import command
-from cli.command_line import parse_command_line
-from cli.errors import ConfigError
-from cli.files import write_json
-from cli.limits import kind_of_path, shown
-from cli.log import log
-from cli.table import as_table
-from config import load
-from preflight.limits import unwritable
-from record import processes
-from record.environment import commit, device_name
-from record.files import read_lines
-from record.history import read_history
-from record.summary import VAL_LOSS, WINDOWS, rounded
+from common.command import command
+from common.command_line import parse_command_line
+from common.errors import ConfigError
+from common.files import write_json, write_problem
+from common.log import log, render_table
+from common.value_types import kind_of_path, truncate
+from config import load, to_yaml
+from run_folder import processes
+from run_folder.environment import commit, device_name
+from run_folder.files import read_lines
+from run_folder.history import VAL_LOSS, WINDOWS, read_history, rounded
 
 SPEED = "images_per_sec"
 COLUMNS = ("status", SPEED, "over_before", "over_first", f"{SPEED}_min", f"{SPEED}_max")
@@ -115,7 +112,7 @@ def read_ladder(path: str) -> Ladder:
     """Read a ladder's file. Raises ConfigError: it is not there, or not a ladder."""
     if kind_of_path(path) != "file":
         known = ", ".join(sorted(str(file) for file in Path(__file__).parent.parent.glob("yamls/ladders/*.yaml")))
-        raise ConfigError([f"{shown(path, 300)}: no such file. Known: {known}."])
+        raise ConfigError([f"{truncate(path, 300)}: no such file. Known: {known}."])
     try:
         ladder: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Ladder), OmegaConf.load(path)))
         _check(ladder)
@@ -158,7 +155,7 @@ def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None, group: str | 
         if group and rung.program == "benchmark" and not any(key.startswith("loggers.group=") for key in rung.keys):
             words.append(f"loggers.group={group}")
         started = time.monotonic()
-        code, output = processes.run(processes.of_composer(rung.ranks, *program, *words), limit_sec)
+        code, output = processes.run(processes.composer_command(rung.ranks, *program, *words), limit_sec)
         record["process_seconds"] = round(time.monotonic() - started, 1)
         summary = Path(folder, rung.name, "summary.json")
         if code == 0 and summary.is_file():
@@ -169,13 +166,13 @@ def run_rung(rung: Rung, limit_sec: int, runs: Path | None = None, group: str | 
 
 def _of_run(run: Path) -> dict[str, Any]:
     """Return what a record keeps of a finished run besides its summary: windows, evaluations, validations."""
-    lines, found = list(read_lines(run / "metrics.jsonl")), {}
+    lines, extra = list(read_lines(run / "metrics.jsonl")), {}
     if windows := [rounded(float(speed)) for speed in read_history(run).speeds]:
-        found[WINDOWS] = windows
+        extra[WINDOWS] = windows
     for kind, keys in OF_POINTS.items():
         if points := [{key: line[key] for key in keys} for line in lines if line.get(kind)]:
-            found[f"{kind}s"] = points
-    return found
+            extra[f"{kind}s"] = points
+    return extra
 
 
 def _done(path: Path, here: str | None) -> bool:
@@ -191,7 +188,7 @@ def _done(path: Path, here: str | None) -> bool:
 def _problems(ladder: Ladder, path: str, config: LadderConfig, here: str | None) -> list[str]:
     """Return what would be known only after minutes: folders, the device, and a kept run of another commit."""
     folders = {"results": config.results, "runs": config.runs}
-    texts = [f"{key}: {text}" for key, folder in folders.items() if folder and (text := unwritable(folder))]
+    texts = [f"{key}: {text}" for key, folder in folders.items() if folder and (text := write_problem(folder))]
     if ladder.needs_gpu and not torch.cuda.is_available():
         way = "Run it on a GPU; on a CPU: python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=FOLDER"
         texts.append(f"{path}: its rungs need a GPU, and torch finds none here. {way}")
@@ -199,8 +196,8 @@ def _problems(ladder: Ladder, path: str, config: LadderConfig, here: str | None)
         summary = Path(config.runs or "", rung.name, "summary.json")
         made_by = json.loads(summary.read_text()).get("commit") if summary.is_file() else here
         if made_by != here:
-            given = f"{summary.parent} is a finished run of commit {made_by}"
-            texts.append(f"runs: {given}. Remove it, or give another folder.")
+            text = f"{summary.parent} is a finished run of commit {made_by}"
+            texts.append(f"runs: {text}. Remove it, or give another folder.")
     return texts
 
 
@@ -238,21 +235,25 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     if any(record.get(VAL_LOSS) is not None for record in records):
         columns = (*columns, VAL_LOSS)
     rows = [[record["rung"], *(record.get(column) for column in columns)] for record in records]
-    return as_table(("rung", *columns), rows, "ll" + "r" * (len(columns) - 1))
+    return render_table(("rung", *columns), rows, "ll" + "r" * (len(columns) - 1))
 
 
-@command(__doc__)
+@command(keys=LadderConfig)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     ladder, here = read_ladder(argv[0]), commit()
-    config = load(LadderConfig, parse_command_line(argv[1:], {}), check=lambda config: [])
+    command_line = parse_command_line(argv[1:], {})
+    config = load(LadderConfig, command_line, check=lambda config: [])
+    if command_line.print_config:
+        print(to_yaml(config), end="")
+        return 0
     if problems := _problems(ladder, argv[0], config, here):
         raise ConfigError(problems)
     started, call, records = time.monotonic(), f"{time.time():.0f}", {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: the rung is ended first
     if here is None or here.endswith("+changes"):
-        given = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
-        log.info(f"{ladder.name}: {given}, so every rung runs again; those without a record first")
+        text = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
+        log.info(f"{ladder.name}: {text}, so every rung runs again; those without a record first")
     results, runs = Path(config.results).resolve() / ladder.name, Path(config.runs).resolve() if config.runs else None
     results.mkdir(parents=True, exist_ok=True)
     # Those without a record first. Of the others one that needs a call for itself: what is refused again would take its time.

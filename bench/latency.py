@@ -1,4 +1,4 @@
-"""Measure the seconds from captions to images, by batch, precision and kind of compilation, beside diffusers' own pipeline.
+"""Measure the seconds from captions to images, by batch, precision and kind of compilation, next to diffusers' own pipeline.
 
     python -m bench.latency                                     # SD2 and SD 1.5: full size on a GPU, tiny on a CPU
     python -m bench.latency batches=[1] precisions=fp32 ways=eager,whole results=/tmp/latency.json
@@ -16,7 +16,7 @@ weights, noise, sampler and steps; the first call of each, which compiles, is re
 The first of `samplers` is measured in all precisions and batches, the others in the first precision that this machine has
 and in the first batch. What is not possible here is skipped with its reason; what runs out of memory is recorded as that.
 The record is written after each contest. Called again, the command keeps what the same commit measured on the same device,
-and continues. `python -m reports.latency RECORD.json` shows it; no GPU is needed for that.
+and continues. `python -m reports.tables RECORD.json` shows it; no GPU is needed for that.
 Exit code: 0, 1 if a contestant failed, 2 if the command cannot be read.
 """
 
@@ -28,41 +28,41 @@ import functools
 import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from bench.command import Figures, free, head, read_keys, rounded, take_turns, write_record
-from bench.pipeline import (
-    FAMILIES,
-    PRECISIONS,
-    WAYS,
-    Case,
-    Maker,
-    family_of,
-    model_of,
-    ours,
-    precision_problem,
-    theirs,
-    twin_of,
-    way_problem,
-)
-from cli.command import command
-from cli.command_line import Problem
-from cli.limits import limited, shown
-from cli.log import log
-from model import AUTOCAST_DTYPES
-from record.processes import OUT_OF_MEMORY
-from reports.latency import PIPELINE, text_of
-from zoo import load_family
-from zoo.sampling import FLOW, MAX_STEPS, MIN_STEPS, OF_FLOW, SAMPLERS
-from zoo.sd2 import ARCHITECTURES
-from zoo.spec import MAX_SIDE_PX, as_size
+from common.command import command
+from common.command_line import Problem
+from common.log import log
+from common.value_types import limited, truncate
+from families import load_family, pipeline_files
+from families.encoders import ModelConfig
+from families.objectives import ObjectiveConfig
+from families.sampling import FLOW, FLOW_SCHEDULERS, MAX_STEPS, MIN_STEPS, SAMPLERS, prompt_noise
+from families.sd2 import ARCHITECTURES
+from families.spec import MAX_SIDE_PX, parse_size
+from model import AUTOCAST_DTYPES, LatentDiffusion, build_model
+from reports.tables import PIPELINE, text_of_latency
+from run_folder.processes import OUT_OF_MEMORY
+from training import speed
+from training.speed import SpeedKeys
+from training.trainer import build_device, torch_device
+from weights.encoder_networks import T5Text
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from transformers import PreTrainedTokenizerBase
+
+    from families.spec import Family
 
 
 @dataclass(frozen=True)
@@ -106,19 +106,19 @@ def listed(text: str) -> list[str]:
 def check(config: LatencyConfig) -> list[Problem]:
     """Return every problem of the keys that does not depend on the machine."""
     known = {"variants": (*ARCHITECTURES, *FAMILIES), "samplers": SAMPLERS, "precisions": PRECISIONS, "ways": WAYS}
-    found = []
+    problems = []
     for key, possible in known.items():
         if unknown := [name for name in listed(getattr(config, key)) if name not in possible]:
             text = f"unknown {', '.join(map(repr, unknown))}. Known: {', '.join(possible)}."
-            found.append(Problem(f"{key}: {text}", (key,)))
+            problems.append(Problem(f"{key}: {text}", (key,)))
     if not config.batches or any(type(batch) is not int or not 1 <= batch <= 1024 for batch in config.batches):
         text = f"{list(config.batches)}. Possible: numbers from 1 to 1,024, e.g. [1,2,4]."
-        found.append(Problem(f"batches: {text}", ("batches",)))
+        problems.append(Problem(f"batches: {text}", ("batches",)))
     wanted = [variant for variant in listed(config.variants) if variant in FAMILIES]
     for family in (load_family(*family_of(variant, "tiny")) for variant in ("stock", *wanted)):
-        if text := family.size_problem(as_size(_size_px(config))):
-            found.append(Problem(f"image_size: {text}", ("image_size",)))
-    return found
+        if text := family.size_problem(parse_size(_size_px(config))):
+            problems.append(Problem(f"image_size: {text}", ("image_size",)))
+    return problems
 
 
 def _preset(config: LatencyConfig) -> str:
@@ -129,20 +129,20 @@ def _size_px(config: LatencyConfig) -> int:
     return config.image_size or {"full": 512, "tiny": 64}[_preset(config)]
 
 
-def cases_of(config: LatencyConfig) -> Iterator[Case]:
+def cases_of(config: LatencyConfig) -> Iterator[LatencyCase]:
     """Yield the cases in the order in which they are measured; a flow is sampled by euler alone."""
     precisions = listed(config.precisions)
     possible = [precision for precision in precisions if not precision_problem(precision)]
     for variant in listed(config.variants):
         is_flow = load_family(*family_of(variant, _preset(config))).objective["prediction"] == FLOW
-        samplers = list(OF_FLOW) if is_flow else listed(config.samplers)
+        samplers = list(FLOW_SCHEDULERS) if is_flow else listed(config.samplers)
         for precision in precisions:
             for sampler in samplers:
                 is_first = sampler == samplers[0]
                 if not is_first and precision != next(iter(possible), None):
                     continue
                 for batch in dict.fromkeys(config.batches if is_first else config.batches[:1]):
-                    yield Case(
+                    yield LatencyCase(
                         variant=variant,
                         preset=_preset(config),
                         image_size=_size_px(config),
@@ -168,7 +168,7 @@ class Contest:
         reasons: contestant -> why it is not ok.
     """
 
-    def __init__(self, case: Case, ways: Sequence[str]):
+    def __init__(self, case: LatencyCase, ways: Sequence[str]):
         self.case = case
         self.status = dict.fromkeys((PIPELINE, *ways), "ok")
         self.reasons: dict[str, str] = {}
@@ -234,7 +234,7 @@ class Contest:
         """Record why a contestant is out, and free its memory."""
         is_memory = isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
         self.status[name] = "out_of_memory" if is_memory else "failed"
-        self.reasons[name] = shown(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 300)
+        self.reasons[name] = truncate(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 300)
         self.makers.pop(name, None)
         error.__traceback__ = None  # its frames hold tensors
         free()
@@ -264,7 +264,7 @@ def _finite(value: np.floating) -> float | None:
 
 
 def begun_record(config: LatencyConfig) -> dict[str, Any]:
-    """Return the record to go on with: the one that is there, where it is of this commit and device, else a new one."""
+    """Return the record to continue: the existing one if it is of this commit and device, else a new one."""
     torch.set_num_threads(config.threads)
     new = {**head(), "contests": []}
     try:
@@ -281,18 +281,177 @@ def begun_record(config: LatencyConfig) -> dict[str, Any]:
     return new
 
 
-def done(record: dict[str, Any], case: Case, ways: Sequence[str]) -> bool:
+def done(record: dict[str, Any], case: LatencyCase, ways: Sequence[str]) -> bool:
     """True where the record has this contest with these contestants, and none of them failed."""
-    found = [each for each in record["contests"] if _is_of(each, case, ways)]
-    return bool(found) and "failed" not in found[0]["status"].values()
+    contests = [each for each in record["contests"] if _is_of(each, case, ways)]
+    return bool(contests) and "failed" not in contests[0]["status"].values()
 
 
-def _is_of(contest: Mapping[str, Any], case: Case, ways: Sequence[str]) -> bool:
+def _is_of(contest: Mapping[str, Any], case: LatencyCase, ways: Sequence[str]) -> bool:
     same = all(contest[key] == value for key, value in dataclasses.asdict(case).items())
     return same and list(contest["status"]) == [PIPELINE, *ways]
 
 
-@command(__doc__, needs_words=False)
+# --- a case, and what this machine can compute ---
+
+SEED = 0
+FAMILIES = {"shapes": "stock", "sdxl": "stock", "flux": "dev"}
+"""Families among the `variants` -> their variant; the others are variants of SD2."""
+PRECISIONS = ("fp16", "bf16", "tf32", "fp32")
+# `blocks` after `whole`: the last one sets dynamo's limit of graphs, and blocks need the higher one.
+WAYS = {
+    "eager": SpeedKeys(),
+    "whole": SpeedKeys(compile="whole"),
+    "cuda_graphs": SpeedKeys(compile="whole", cuda_graphs=True),
+    "blocks": SpeedKeys(compile="blocks"),
+}
+Maker = Callable[[], Tensor]
+"""Makes all images of a call, (B, 3, H, W) in [0, 1] on the device."""
+
+
+@dataclass(frozen=True)
+class LatencyCase:
+    """What all contestants of one contest have in common; a record names it."""
+
+    variant: str
+    preset: str
+    image_size: int
+    sampler: str
+    steps: int
+    guidance: float
+    precision: str
+    batch_size: int
+    channels_last: bool
+    rounds: int
+    threads: int
+
+
+def precision_problem(precision: str) -> str | None:
+    """Return why a precision is not possible on this machine, or None."""
+    return None if torch.cuda.is_available() or precision in ("bf16", "fp32") else "needs a GPU."
+
+
+def way_problem(way: str, precision: str) -> str | None:
+    """Return why a way to compute is not possible on this machine, or None."""
+    problems = WAYS[way].problems_of_speed(precision)
+    return problems[0][1] if problems else None
+
+
+# --- contestants ---
+
+
+def captions_of(case: LatencyCase) -> list[str]:
+    """Return a caption for each image of a call."""
+    return [f"a photograph of {number} oranges on a blue table" for number in range(case.batch_size)]
+
+
+def family_of(variant: str, preset: str) -> tuple[str, str, str]:
+    """Return what a word of `variants` stands for, with the preset: arguments of families.load_family."""
+    return (variant, preset, FAMILIES[variant]) if variant in FAMILIES else ("sd2", preset, variant)
+
+
+def model_of(case: LatencyCase) -> LatentDiffusion:
+    """Build the model of a case with random weights, on its device."""
+    # As in diffusers' pipeline, the autoencoder computes in the type of the rest.
+    config = ModelConfig(*family_of(case.variant, case.preset), vae_precision="run")
+    size = parse_size(case.image_size)
+    model = build_model(config, ObjectiveConfig(), size=size, normalize="symmetric", seed=SEED)
+    device = torch_device(build_device(case.precision))
+    torch.set_num_threads(case.threads)
+    return model.to_device(device, case.precision)
+
+
+def twin_of(model: LatentDiffusion) -> LatentDiffusion:
+    """Return a copy of a model with its own modules, which can be compiled by themselves, around the same tensors."""
+    networks = (model.denoiser, *model.frozen.values())
+    tensors = [tensor for network in networks for tensor in (*network.parameters(), *network.buffers())]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def ours(model: LatentDiffusion, case: LatencyCase, way: str) -> Maker:
+    """Return what generates with our code; the model is changed as its way says."""
+    speed.apply(model, dataclasses.replace(WAYS[way], channels_last=case.channels_last))
+
+    def make() -> Tensor:
+        return model.generate(
+            model.family.tokenize(captions_of(case)),
+            prompt_noise(SEED, range(case.batch_size), model.latent_shape),
+            sampler=case.sampler,
+            steps=case.steps,
+            guidance=case.guidance,
+        )
+
+    return make
+
+
+def theirs(model: LatentDiffusion, case: LatencyCase) -> Maker:
+    """Return what generates with diffusers' pipeline; all networks of the model are cast to the precision."""
+    dtype = AUTOCAST_DTYPES.get(case.precision, torch.float32)
+    for network in (model.denoiser, *model.frozen.values()):
+        nn.Module.to(network, dtype)  # diffusers' own warns of every cast
+    family, objective = model.family, model.objective
+    made_for = dict(zero_terminal_snr=objective.zero_terminal_snr)
+    pipeline = pipeline_of(model, family.pipeline_scheduler(case.sampler, objective.prediction, **made_for))
+    call = {"width": case.image_size, "height": case.image_size}
+    call |= family.pipeline_call(parse_size(case.image_size), case.guidance)
+
+    def make() -> Tensor:
+        noise = prompt_noise(SEED, range(case.batch_size), model.latent_shape)
+        return pipeline(
+            captions_of(case),
+            num_inference_steps=case.steps,
+            latents=family.pipeline_latents(noise.to(model.device, dtype)),
+            **call,
+            output_type="pt",
+        ).images
+
+    return make
+
+
+# --- diffusers' pipeline over the networks of one of our models ---
+
+
+def tokenizers_of(family: Family) -> dict[str, PreTrainedTokenizerBase]:
+    """Return transformers' own by the names of their folders, over the family's vocabularies: none has to be fetched."""
+    import transformers
+
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as folder:
+        kinds = family.save_tokenizers(Path(folder))
+        return {name: getattr(transformers, kind).from_pretrained(Path(folder, name)) for name, kind in kinds.items()}
+
+
+def pipeline_of(model: LatentDiffusion, scheduler: Any) -> DiffusionPipeline:
+    """Assemble diffusers' pipeline from the network objects of a model."""
+    import diffusers
+
+    family, modules = model.family, {"denoiser": model.denoiser.eval(), **model.encoders.modules}
+    parts = {
+        family.network_names()[label](module).folder: _of_transformers(module) for label, module in modules.items()
+    }
+    spec = pipeline_files.get_pipeline(family)
+    arguments = {**parts, **tokenizers_of(family), **dict.fromkeys(spec.absent_parts), **spec.settings}
+    pipeline = getattr(diffusers, spec.name)(**arguments, scheduler=scheduler)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _of_transformers(module: nn.Module) -> nn.Module:
+    """Return a module that takes a pipeline's arguments: T5Text as transformers' own class, around the same tensors."""
+    if not isinstance(module, T5Text):
+        return module
+    from transformers import T5EncoderModel
+
+    with torch.device("meta"):
+        theirs = T5EncoderModel(module.config)
+    table = {"encoder.embed_tokens.weight": module.shared.weight}
+    theirs.load_state_dict({**module.state_dict(), **table}, assign=True)
+    return theirs.eval()
+
+
+# --- the command ---
+
+
+@command(keys=LatencyConfig, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     config = read_keys(LatencyConfig, argv, check)
@@ -310,7 +469,7 @@ def main(argv: Sequence[str]) -> int:
         free()
         write_record(config.results, record)
         log.info(f"{name}: {time.monotonic() - begun:.0f} s")
-    print(text_of(record))
+    print(text_of_latency(record))
     return 1 if any("failed" in contest["status"].values() for contest in record["contests"]) else 0
 
 

@@ -21,26 +21,29 @@ from typing import Any
 import torch
 from composer import Trainer
 from composer.algorithms import EMA
+from composer.devices import Device
 from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from callbacks.throughput import Throughput, peak_tflops
-from cli.command import command
-from cli.command_line import Problem, parse_command_line
-from cli.files import write_json
-from config import load
-from model import BatchRandomness
+from common.command import command
+from common.command_line import Problem, parse_command_line
+from common.files import write_json
+from config import flatten, load, replace_keys
+from families.spec import Column
+from model import BatchRandomness, LatentDiffusion
 from preflight.checks import check
-from preflight.run import cost_of, planned_microbatch
-from record.environment import device_name, environment
-from record.summary import result_line, rounded
-from training import published
-from training.device import build_device, composer_precision
-from training.microbatch import AUTO
-from training.run_config import ALIASES, RunConfig, build, resolve
+from preflight.plan import planned_microbatch
+from run_folder.environment import device_name, environment
+from run_folder.history import result_line, rounded
+from training.builders import build_start_settings, measure_step_cost
+from training.config import ALIASES, RunConfig, build, resolve
+from training.memory import AUTO
+from training.optimizer import OptimizerConfig
 from training.speed import SpeedKeys
-from zoo.spec import Column
+from training.start import fetch_for_training
+from training.trainer import build_device, composer_precision, torch_device
 
 EMA_HALF_LIFE = "100ba"
 
@@ -63,34 +66,74 @@ class DrawnItems(Dataset):
         return torch.randint(0, column.below, column.shape, dtype=column.dtype)
 
 
-def train(config: RunConfig) -> dict[str, Any]:
-    """Run one resolved configuration and return the figures of its summary."""
+def build_loader(columns: Mapping[str, Column], device_batch: int, device: Device, *, workers: int) -> DataLoader:
+    """Build the loader, whose workers draw the items. Its epoch has 1,000 batches, as in benchmark.py."""
+    items = DrawnItems(columns, 1000 * device_batch)
+    return DataLoader(items, device_batch, num_workers=workers, pin_memory=device.name == "gpu")
+
+
+def build_adamw(config: OptimizerConfig, model: LatentDiffusion, global_batch_size: int) -> torch.optim.AdamW:
+    """Build torch's AdamW as it is by default, with a run's numbers."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate(global_batch_size),
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+
+
+def train(trainer: Trainer, throughput: Throughput) -> dict[str, Any]:
+    """Train to the end; return the figures. Raises ValueError: the loss is not finite."""
+    trainer.fit()
+    trainer.close()
+    loss = trainer.state.total_loss_dict["loss/train/total"]
+    if not math.isfinite(loss):
+        raise ValueError(f"loss: {loss} at the end: the speed of such numbers means nothing. Lower optimizer.lr.")
+    return {key: rounded(value) for key, value in {**throughput.result(), "loss": loss}.items()}
+
+
+def problems_of(keys: Mapping[str, Any]) -> list[Problem]:
+    """Return what cannot be measured here: data that is not synthetic, and keys that the predecessor has nothing for."""
+    if not keys["data.synthetic"]:
+        return [Problem("data.synthetic: false. This program measures synthetic data alone: data.synthetic=true.")]
+    defaults = {key.name: key.default for key in dataclasses.fields(SpeedKeys)}
+    defaults |= {"profile.batches": 0, "eval.when": "off"}
+    problems = [
+        Problem(f"{key}: {keys[key]}. The predecessor has nothing of the kind: leave it out.", (key,))
+        for key, default in defaults.items()
+        if keys[key] != default
+    ]
+    if keys["device_train_microbatch_size"] == AUTO:
+        text = "device_train_microbatch_size: auto. This program tries none: give a number."
+        problems.append(Problem(text, ("device_train_microbatch_size",)))
+    return problems
+
+
+@command(keys=RunConfig, needs_words=False)
+def main(argv: Sequence[str]) -> int:
+    """Read the configuration, run it, write its summary, print its line."""
+    words = parse_command_line(argv, ALIASES)
+    config = resolve(load(RunConfig, words, check=lambda config: problems_of(flatten(config)) or check(config)))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_local_rank())
     assert config.precision is not None and config.run_name is not None
     device = build_device(config.precision)
     dist.initialize_dist(device)
-    config = published.fetched(config)
-    cost, given = cost_of(config), config.optimizer
-    model = build(config)
-    model.place(device._device, config.precision)
-    model.encoders.to(device._device, torch.float32)
-    device_batch, microbatch = config.global_batch_size // dist.get_world_size(), planned_microbatch(config, cost)
-    # Composer gives durations in epochs too; 1,000 batches are an epoch here, as in benchmark.py.
-    items = DrawnItems(config.data.columns(model.family, config.size), 1000 * device_batch)
-    loader = DataLoader(items, device_batch, num_workers=config.data.workers, pin_memory=device.name == "gpu")
+    config = replace_keys(config, fetch_for_training(build_start_settings(config)))
+    cost, model, batch = measure_step_cost(config), build(config), config.global_batch_size
+    microbatch = planned_microbatch(config, cost)
+    model.to_device(torch_device(device), config.precision)
+    model.encoders.to(torch_device(device), torch.float32)
+    columns = config.data.columns(model.family, config.size)
     Path(config.run_folder, config.run_name).mkdir(parents=True, exist_ok=True)
     peak = peak_tflops(device_name(), config.precision)
     throughput = Throughput(config.measure, flops_per_image=cost.flops_per_image, peak=peak)
     trainer = Trainer(
         model=model,
-        train_dataloader=loader,
+        train_dataloader=build_loader(columns, batch // dist.get_world_size(), device, workers=config.data.workers),
         max_duration=config.max_duration,
-        optimizers=torch.optim.AdamW(
-            model.parameters(),
-            lr=given.learning_rate(config.global_batch_size),
-            betas=given.betas,
-            eps=given.eps,
-            weight_decay=given.weight_decay,
-        ),
+        optimizers=build_adamw(config.optimizer, model, batch),
         algorithms=[EMA(half_life=EMA_HALF_LIFE)],
         callbacks=[BatchRandomness(model, config.seed), throughput],
         progress_bar=False,
@@ -100,54 +143,22 @@ def train(config: RunConfig) -> dict[str, Any]:
         seed=config.seed,
         spin_dataloaders=False,  # its items are random numbers: there is no position in an epoch to return to
     )
-    trainer.fit()
-    trainer.close()
-    loss = trainer.state.total_loss_dict["loss/train/total"]
-    if not math.isfinite(loss):
-        raise ValueError(f"loss: {loss} at the end: the speed of such numbers means nothing. Lower optimizer.lr.")
-    what = {
+    settings = {
         "program": "bench.predecessor",
         "stage": config.data.stage,
         "precision": config.precision,
         "image_size": list(config.size),
         "preset": config.model.preset,
-        "global_batch_size": config.global_batch_size,
+        "global_batch_size": batch,
         "device_train_microbatch_size": microbatch,
         "ema": True,
     }
-    figures = {**throughput.result(), "loss": loss}
-    return {**{key: rounded(value) for key, value in figures.items()}, **what, **environment()}
-
-
-def problems_of(config: RunConfig) -> list[Problem]:
-    """Return what cannot be: what cannot be in benchmark.py, and data that is not synthetic."""
-    if not config.data.synthetic:
-        return [Problem("data.synthetic: false. This program measures synthetic data alone: data.synthetic=true.")]
-    given = {key.name: (getattr(config, key.name), key.default) for key in dataclasses.fields(SpeedKeys)}
-    given |= {"profile.batches": (config.profile.batches, 0), "eval.when": (config.eval.when, "off")}
-    found = [
-        Problem(f"{key}: {value}. The predecessor has nothing of the kind: leave it out.", (key,))
-        for key, (value, default) in given.items()
-        if value != default
-    ]
-    if config.device_train_microbatch_size == AUTO:
-        text = "device_train_microbatch_size: auto. This program tries none: give a number."
-        found.append(Problem(text, ("device_train_microbatch_size",)))
-    return found or check(config)
-
-
-@command(__doc__, needs_words=False)
-def main(argv: Sequence[str]) -> int:
-    """Read the configuration, run it, write its summary, print its line."""
-    config = resolve(load(RunConfig, parse_command_line(argv, ALIASES), check=problems_of))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(dist.get_local_rank())
-    summary = train(config)
+    summary = {**train(trainer, throughput), **settings, **environment()}
     if dist.get_global_rank() == 0:
-        write_json(Path(config.run_folder, config.run_name or "", "summary.json"), summary)
-        shown = ("images_per_sec", "images_per_sec_per_device", "mfu", "data_wait_frac", "peak_mem_gib")
-        shown += ("batches", "loss")
-        print(result_line({key: summary[key] for key in shown}), flush=True)
+        write_json(Path(config.run_folder, config.run_name, "summary.json"), summary)
+        keys = ("images_per_sec", "images_per_sec_per_device", "mfu", "data_wait_frac", "peak_mem_gib")
+        keys += ("batches", "loss")
+        print(result_line({key: summary[key] for key in keys}), flush=True)
     return 0
 
 

@@ -1,9 +1,9 @@
-"""What checkpoints cost a run: its speed without any, with them written in the step, behind it, and uploaded too.
+"""What checkpoints cost a run: its speed without any, with them written in the step, in the background, and uploaded too.
 
     python -m bench.saving                                        # some minutes on a quiet machine
     python -m bench.saving remote=s3://bucket/bench               # with an object store, as S3_ENDPOINT_URL and AWS_* say
 
-Each contestant is a run of benchmark.py on synthetic tensors; all run in turns in one process. A full checkpoint and a
+Each contestant is a run of benchmark.py on synthetic tensors; they alternate in one process. A full checkpoint and a
 snapshot fall due together at every window's end, far more often than by default. What one costs is a window's time with it,
 less the same round's time without any; `step_wait` is the part in which the step stands still.
 The share at the default cadence is that cost over the time of 512,000 images at this machine's own speed.
@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.command import Figures, keep, read_keys, rounded
-from cli.command import command
-from cli.errors import Failed
-from cli.limits import limited
-from record.checkpoint_files import FULL, WEIGHTS, listed
-from record.checkpoint_folders import size_of
-from training.checkpoints import DEFAULT_EVERY_IMAGES
+from bench.command import Figures, measure_and_record, rounded
+from checkpointing.callback import DEFAULT_EVERY_IMAGES
+from checkpointing.files import FULL, WEIGHTS, list_checkpoints
+from checkpointing.sharded import count_file_bytes
+from common.command import command
+from common.errors import Failed
+from common.value_types import limited
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 1  # windows of each run that do not count
@@ -39,14 +39,14 @@ NONE, IN_STEP, BEHIND, UPLOADED = "none", "in_step", "behind", "uploaded"
 TURNS = """
 import json, sys
 import benchmark
-from training.host_copy import HostCopy
+from checkpointing.host_copy import HostCopy
 has_room = HostCopy.has_room
 for is_in_step, words in json.load(sys.stdin):
     HostCopy.has_room = (lambda self, content: False) if is_in_step else has_room
     if code := benchmark.main(words):
         sys.exit(code)
 """
-"""A process that runs them. In the step: memory has no room for a copy, so that a run waits, as every run once did."""
+"""The code of the process that runs them. In the step: there is no room for a host copy, so the run waits."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,16 @@ def windows_of(run: Path, window_batches: int) -> list[dict[str, Any]]:
     return [line for line in lines if not line["warmup"] and line["window_batches"] == window_batches]
 
 
-def measured(config: SavingConfig) -> dict[str, Any]:
-    """Measure all contestants in turns, and return the record's part."""
+def measure(config: SavingConfig) -> dict[str, Any]:
+    """Let the contestants alternate, and return the record's part."""
     names = [NONE, IN_STEP, BEHIND, *([UPLOADED] if config.remote else [])]
     starts = [number % len(names) for number in range(config.rounds)]
     order = [(number, name) for number, at in enumerate(starts) for name in names[at:] + names[:at]]
-    tag, gib = uuid.uuid4().hex[:6], 0.0  # no run of before is in the store
+    tag, gib = uuid.uuid4().hex[:6], 0.0  # so that no earlier run is in the store
     all_sec: dict[str, list[float]] = {name: [] for name in names}
     other_sec: dict[str, list[float]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory(dir=config.work) as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(dir=config.work) as work:
+        folder = Path(work)
         runs = [(name, f"{name}-{number}-{tag}") for number, name in order]
         first = (False, words_of(config, folder, f"first-{tag}", NONE))  # a process's first run is slower
         run_all([first, *((name == IN_STEP, words_of(config, folder, run, name)) for name, run in runs)])
@@ -116,8 +116,8 @@ def measured(config: SavingConfig) -> dict[str, Any]:
             all_sec[name].append(statistics.median(sum(line[clock] for clock in CLOCKS) for line in windows))
             other_sec[name].append(statistics.median(line["other_sec"] for line in windows))
             if name == BEHIND:
-                kept = [listed(folder / run / "checkpoints", kind)[0] for kind in (FULL, WEIGHTS)]
-                gib = sum(map(size_of, kept)) / 2**30
+                checkpoints = [list_checkpoints(folder / run / "checkpoints", kind)[0] for kind in (FULL, WEIGHTS)]
+                gib = sum(map(count_file_bytes, checkpoints)) / 2**30
     figures, images = Figures(), config.batch_size * config.window_batches
     figures.add("images_per_sec", [images / sec for sec in all_sec[NONE]])
     for name in names:
@@ -133,13 +133,10 @@ def measured(config: SavingConfig) -> dict[str, Any]:
     return {"checkpoint_gib": rounded(gib), **figures.as_record()}
 
 
-@command(__doc__, needs_words=False)
+@command(keys=SavingConfig, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(SavingConfig, argv)
-    if config is not None:
-        keep("saving", config, lambda: measured(config))
-    return 0
+    return measure_and_record("saving", SavingConfig, argv, measure)
 
 
 if __name__ == "__main__":

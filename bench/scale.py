@@ -13,7 +13,7 @@ store adds, and large shards.
     fetch    seconds of fetching a shard into a cache that is full
     read     what a reader keeps of each shard that it has read, bytes of its memory
 
-Each part is a process of its own, or several. RSS is the most that one of them held, without its loader processes.
+Each part runs in a separate process, or several. RSS is the most that one of them held, without its loader processes.
 Exit code: 0, 1 if a process failed, 2 if the command cannot be read.
 """
 
@@ -31,15 +31,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.command import Figures, keep, read_keys
+from bench.command import Figures, measure_and_record
 from bench.data import write_moments
 from bench.scale_reader import BATCH, PARTS, SIZE
-from cli.command import command
-from cli.command_line import Problem
-from cli.errors import Failed
-from cli.limits import limited
-from record import processes
-from stages.dataset import write_facts
+from common.command import command
+from common.command_line import Problem
+from common.errors import Failed
+from common.value_types import limited
+from mds.dataset import write_metadata
+from run_folder import processes
 
 LINKS = 30_000  # to a file: ext4 allows 65,000
 LIMIT_SEC = 1800.0  # of a part's process
@@ -103,18 +103,18 @@ def make_stage(folder: Path, num_shards: int, samples_a_shard: int, size: tuple[
         os.link(source, stage / name)
     shards = [{**shard, "raw_data": {**shard["raw_data"], "basename": name}} for name in names]
     (stage / "index.json").write_text(json.dumps({**index, "shards": shards}))
-    write_facts(stage, "moments", {})
+    write_metadata(stage, "moments", {})
     sizes = {"index_bytes": (stage / "index.json").stat().st_size, "shard_bytes": shard["raw_data"]["bytes"]}
     return {"num_shards": num_shards, "samples_a_shard": samples_a_shard, **sizes}
 
 
-def read_by(given: Mapping[str, Any], ranks: int, folder: Path) -> dict[str, float]:
+def read_by(job: Mapping[str, Any], ranks: int, folder: Path) -> dict[str, float]:
     """Let ranks read the stage; return the greatest of each figure. Raises Failed."""
-    words = json.dumps({**given, "cache": str(folder / "cache"), "out": str(folder / "out")})
-    code, output = processes.run(processes.of_composer(ranks, "-m", "bench.scale_reader", words), LIMIT_SEC)
+    words = json.dumps({**job, "cache": str(folder / "cache"), "out": str(folder / "out")})
+    code, output = processes.run(processes.composer_command(ranks, "-m", "bench.scale_reader", words), LIMIT_SEC)
     if code != 0:
         how = f"was not over after {LIMIT_SEC:.0f} s" if code is None else f"ended with {code}"
-        raise Failed(f"scale: no record was written. {given['part']} {how}. It printed: {output[-2000:].strip()}")
+        raise Failed(f"scale: no record was written. {job['part']} {how}. It printed: {output[-2000:].strip()}")
     of_ranks = [json.loads((folder / f"out-{rank}.json").read_text()) for rank in range(ranks)]
     return {key: max(of_rank[key] for of_rank in of_ranks) for key in of_ranks[0]}
 
@@ -127,11 +127,11 @@ def measure_size(config: ScaleConfig, num_samples: int, work: Path) -> dict[str,
     numbers = {key: getattr(config, key) for key in ("cached_shards", "fetches", "shards_read")}
     for part in _parts(config):
         ranks, workers = (config.ranks, config.workers) if part == "ranks" else (1, 0)
-        given = {**sizes, **numbers, "stage": str(work / "stage"), "part": part, "workers": workers}
+        job = {**sizes, **numbers, "stage": str(work / "stage"), "part": part, "workers": workers}
         rounds = []
         for _ in range(config.rounds):
             with tempfile.TemporaryDirectory(dir=work) as folder:
-                rounds.append(read_by(given, ranks, Path(folder)))
+                rounds.append(read_by(job, ranks, Path(folder)))
         for key in rounds[0]:
             figures.add(f"{part}_{key}", [each[key] for each in rounds])
     return {"samples": num_samples, **sizes, "made_sec": made_sec, **figures.as_record()}
@@ -146,13 +146,10 @@ def measure(config: ScaleConfig) -> dict[str, Any]:
     return {"sizes": sizes}
 
 
-@command(__doc__, needs_words=False)
+@command(keys=ScaleConfig, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(ScaleConfig, argv, check)
-    if config is not None:
-        keep("scale", config, lambda: measure(config))
-    return 0
+    return measure_and_record("scale", ScaleConfig, argv, measure, check)
 
 
 if __name__ == "__main__":

@@ -24,24 +24,24 @@ from bench.data import our_loader
 from data import DataConfig
 
 BATCH = 64  # samples of a rank
-SIZE = (8, 8)  # px: a moment of one place, so that a sample takes little room
+SIZE = (8, 8)  # px: a latent of one position, so that a sample takes little room
 SEED = 17
 
-Found = dict[str, float]
+Measured = dict[str, float]
 
 
-def open_loader(given: Mapping[str, Any], **keys: Any) -> Any:
+def open_loader(job: Mapping[str, Any], **keys: Any) -> Any:
     """Open the stage through a cache folder."""
-    config = DataConfig(stage="moments", remote=given["stage"], local=given["cache"], **keys)
+    config = DataConfig(stage="moments", remote=job["stage"], local=job["cache"], **keys)
     return our_loader(config, BATCH, SIZE)
 
 
-def start(given: Mapping[str, Any]) -> Found:
+def start(job: Mapping[str, Any]) -> Measured:
     """Create the loader and take the first batch: of an epoch, or of its second half."""
     begun = time.perf_counter()
-    loader = open_loader(given, workers=given["workers"])
+    loader = open_loader(job, workers=job["workers"])
     made = time.perf_counter()
-    if given["part"] == "resume":
+    if job["part"] == "resume":
         loader.resume(0, len(loader) // 2, BATCH * dist.get_world_size())
     batch = next(iter(loader))
     ended = time.perf_counter()
@@ -53,35 +53,35 @@ def start(given: Mapping[str, Any]) -> Found:
         "stream_sec": made - begun,
         "first_batch_sec": ended - made,
         "all_sec": ended - begun,
-        "cpu_sec": sum(each.user + each.system for each in cpu) - given["import_cpu_sec"],
+        "cpu_sec": sum(each.user + each.system for each in cpu) - job["import_cpu_sec"],
     }
 
 
-def fetch(given: Mapping[str, Any]) -> Found:
+def fetch(job: Mapping[str, Any]) -> Measured:
     """Fetch shards one by one with a cache that takes a few of them; those that fill it do not count."""
-    cached = given["cached_shards"]
-    limit = given["index_bytes"] + cached * given["shard_bytes"]  # streaming counts the index
-    loader, seconds = open_loader(given, workers=0, cache_limit=f"{limit}b"), []
-    for shard_id in np.linspace(0, given["num_shards"] - 1, cached + given["fetches"]).astype(int):
+    cached = job["cached_shards"]
+    limit = job["index_bytes"] + cached * job["shard_bytes"]  # which the cache counts too
+    loader, seconds = open_loader(job, workers=0, cache_limit=f"{limit}b"), []
+    for shard_id in np.linspace(0, job["num_shards"] - 1, cached + job["fetches"]).astype(int):
         begun = time.perf_counter()
-        loader.dataset.prepare_shard(int(shard_id))
+        loader.dataset.cache.prepare_shard(int(shard_id))
         seconds.append(time.perf_counter() - begun)
-    files = [path for path in Path(given["cache"]).rglob("*.mds") if path.is_file()]
-    assert len(files) <= cached + 1, f"{len(files)} shards are kept"
+    files = [path for path in Path(job["cache"]).rglob("*.mds") if path.is_file()]
+    assert len(files) <= cached, f"{len(files)} shards are kept"
     loader.close()
     return {"sec": statistics.median(seconds[cached:]), "longest_sec": max(seconds[cached:])}
 
 
-def read(given: Mapping[str, Any]) -> Found:
+def read(job: Mapping[str, Any]) -> Measured:
     """Read a sample of each of many shards from the stage itself; what the first eighth of them took does not count."""
-    dataset = our_loader(DataConfig(stage="moments", local=given["stage"], workers=0), BATCH, SIZE).dataset
-    shards = np.random.default_rng(SEED).permutation(given["num_shards"])[: given["shards_read"]]
-    ids, first = [int(shard) * given["samples_a_shard"] for shard in shards], max(BATCH, len(shards) // 8)
+    dataset = our_loader(DataConfig(stage="moments", local=job["stage"], workers=0), BATCH, SIZE).dataset
+    shards = np.random.default_rng(SEED).permutation(job["num_shards"])[: job["shards_read"]]
+    ids, first = [int(shard) * job["samples_a_shard"] for shard in shards], max(BATCH, len(shards) // 8)
     _read(dataset, ids[:first])
     before, begun = psutil.Process().memory_info().rss, time.perf_counter()
     _read(dataset, ids[first:])
-    num, kept = len(ids) - first, psutil.Process().memory_info().rss - before
-    return {"kept_bytes_a_shard": kept / num, "ms_a_shard": 1e3 * (time.perf_counter() - begun) / num}
+    num, num_bytes = len(ids) - first, psutil.Process().memory_info().rss - before
+    return {"kept_bytes_a_shard": num_bytes / num, "ms_a_shard": 1e3 * (time.perf_counter() - begun) / num}
 
 
 def _read(dataset: Any, ids: list[int]) -> None:
@@ -95,13 +95,13 @@ PARTS = {"start": start, "resume": start, "ranks": start, "fetch": fetch, "read"
 
 def main() -> None:
     """Measure the part that is asked for."""
-    given = json.loads(sys.argv[1])
+    job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.initialize_dist(DeviceCPU())
-    given["import_cpu_sec"] = time.process_time()
-    found = PARTS[given["part"]](given)
-    found["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    Path(f"{given['out']}-{dist.get_global_rank()}.json").write_text(json.dumps(found))
+    job["import_cpu_sec"] = time.process_time()
+    measured = PARTS[job["part"]](job)
+    measured["peak_rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    Path(f"{job['out']}-{dist.get_global_rank()}.json").write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":

@@ -42,30 +42,30 @@ from composer.core import DataSpec
 from composer.devices import Device
 from torch import Tensor
 
-from bench.command import Figures, free, keep, read_keys, rounded, take_turns, threads
-from bench.pipeline import precision_problem
+from bench.command import Figures, free, measure_and_record, rounded, take_turns, threads
+from bench.latency import precision_problem
 from callbacks.gradient_norm import GradientNorm
 from callbacks.losses import Losses
 from callbacks.run_record import RunRecord
-from callbacks.throughput import Throughput
-from cli.command import command
-from cli.command_line import Problem
-from cli.errors import Failed
-from cli.limits import limited
-from config import flat
+from callbacks.throughput import MeasureConfig, Throughput
+from checkpointing.callback import Checkpointer, SaveConfig
+from common.command import command
+from common.command_line import Problem
+from common.errors import Failed
+from common.value_types import limited
+from config import flatten
 from data import DataConfig, SyntheticBatches
 from ema import EMA, EMAConfig
+from families import load_family
+from families.encoders import ModelConfig
+from families.objectives import ObjectiveConfig
+from families.sampling import PREDICTIONS, SCHEDULE
+from families.spec import MAX_SIDE_PX, Column, parse_size
 from model import AUTOCAST_DTYPES, BatchRandomness, LatentDiffusion, normalize_images, step_seed
-from record.config_file import ConfigFiles
-from training.checkpoints import Checkpointer
-from training.device import build_device, composer_precision
-from training.optimizer import OptimizerConfig, build_optimizer, build_schedule
-from training.run_config import RunConfig, build, resolve
-from zoo import load_family
-from zoo.model_config import ModelConfig
-from zoo.objectives import ObjectiveConfig
-from zoo.sampling import PREDICTIONS, SCHEDULE
-from zoo.spec import MAX_SIDE_PX, as_size
+from run_folder.files import ConfigFiles
+from training.config import RunConfig, build, resolve
+from training.optimizer import OptimizerConfig, ScheduleConfig, build_optimizer, build_schedule
+from training.trainer import build_device, composer_precision, torch_device
 
 # Of 866 M parameters in float32: weights, gradients, AdamW's two, the average; and the encoders' 424 M; twice.
 FULL_GIB = 36
@@ -105,15 +105,15 @@ class StepConfig:
 
 def check(config: StepConfig) -> list[Problem]:
     """Return every problem of the keys."""
-    found = []
-    if text := load_family("sd2", "tiny", "stock").size_problem(as_size(_size_px(config))):
-        found.append(Problem(f"image_size: {text}", ("image_size",)))
+    problems = []
+    if text := load_family("sd2", "tiny", "stock").size_problem(parse_size(_size_px(config))):
+        problems.append(Problem(f"image_size: {text}", ("image_size",)))
     if config.precision is not None and (text := precision_problem(config.precision)):
-        found.append(Problem(f"precision: {config.precision} {text}", ("precision",)))
+        problems.append(Problem(f"precision: {config.precision} {text}", ("precision",)))
     if _preset(config) == "full" and (free_gib := _free_gib()) < FULL_GIB:
         text = f"full needs {FULL_GIB} GiB for two contestants; {free_gib:.1f} are free. Say preset=tiny."
-        found.append(Problem(f"preset: {text}", ("preset",)))
-    return found
+        problems.append(Problem(f"preset: {text}", ("preset",)))
+    return problems
 
 
 def _free_gib() -> float:
@@ -129,9 +129,27 @@ def _size_px(config: StepConfig) -> int:
     return config.image_size or {"full": 512, "tiny": 64}[_preset(config)]
 
 
-def run_of(config: StepConfig, *, ema: bool) -> RunConfig:
-    """Return the run whose step is measured."""
-    return resolve(
+@dataclass(frozen=True)
+class Recipe:
+    """What both contestants have in common."""
+
+    batch_size: int
+    precision: str
+    seed: int
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    ema: EMAConfig
+    measure: MeasureConfig
+    save: SaveConfig
+    keys: dict[str, Any]
+    """All keys of the run that the step would be part of."""
+    columns: dict[str, Column]
+    """Of a batch."""
+
+
+def recipe_of(config: StepConfig, *, ema: bool) -> tuple[Recipe, LatentDiffusion]:
+    """Return what a run makes of these keys: the recipe of its step, and its model on the CPU."""
+    run = resolve(
         RunConfig(
             run_name="step",
             global_batch_size=config.batch_size,
@@ -144,6 +162,21 @@ def run_of(config: StepConfig, *, ema: bool) -> RunConfig:
             ema=EMAConfig(enabled=ema),
         )
     )
+    assert run.precision is not None
+    model = build(run)
+    recipe = Recipe(
+        batch_size=run.global_batch_size,
+        precision=run.precision,
+        seed=run.seed,
+        optimizer=run.optimizer,
+        schedule=run.schedule,
+        ema=run.ema,
+        measure=run.measure,
+        save=run.save,
+        keys=flatten(run),
+        columns=run.data.columns(model.family, run.size),
+    )
+    return recipe, model
 
 
 def clocks(device: torch.device) -> Reading:
@@ -181,39 +214,46 @@ class Ends(Callback):
 class Ours:
     """Our step: Trainer, optimizer, EMA and the callbacks of each run. Each turn continues where the one before has ended."""
 
-    def __init__(self, config: RunConfig, model: LatentDiffusion, device: Device, data: SyntheticBatches, folder: Path):
-        model.place(device._device, config.precision)
-        batch, average = config.global_batch_size, EMA(config.ema) if config.ema.enabled else None
-        losses, gradient_norm = Losses(folder, None, None), GradientNorm(config.optimizer.clip_norm)
-        throughput, keys = Throughput(config.measure, flops_per_image=None, peak=None), flat(config)
-        given = dict(throughput=throughput, gradient_norm=gradient_norm, losses=losses, samples=None)
-        record = RunRecord(folder / "run", ConfigFiles.of(keys, keys), {}, **given)
+    def __init__(self, recipe: Recipe, model: LatentDiffusion, device: Device, data: SyntheticBatches, folder: Path):
+        model.to_device(torch_device(device), recipe.precision)
+        batch, average = recipe.batch_size, EMA(recipe.ema) if recipe.ema.enabled else None
+        losses, gradient_norm = Losses(folder, None, None), GradientNorm(recipe.optimizer.clip_norm)
+        throughput = Throughput(recipe.measure, flops_per_image=None, peak=None)
+        record = RunRecord(
+            folder / "run",
+            ConfigFiles.of(recipe.keys, recipe.keys),
+            {},
+            throughput=throughput,
+            gradient_norm=gradient_norm,
+            losses=losses,
+            samples=None,
+        )
         record.start(0)
         checkpointer = Checkpointer(
             folder / "checkpoints",
-            config.save,
+            recipe.save,
             model=model,
             average=average,
             identity={},
             before_saving=losses.settle,
             resume_from=None,
         )
-        optimizer = build_optimizer(config.optimizer, model, batch)
-        self.ends = Ends(device._device)
+        optimizer = build_optimizer(recipe.optimizer, model, batch)
+        self.ends = Ends(torch_device(device))
         self.trainer = Trainer(
             model=model,
             train_dataloader=DataSpec(data),
             optimizers=optimizer,
-            schedulers=build_schedule(config.schedule, optimizer, global_batch_size=batch, num_batches=NUM_BATCHES),
+            schedulers=build_schedule(recipe.schedule, optimizer, global_batch_size=batch, num_batches=NUM_BATCHES),
             step_schedulers_every_batch=True,
             spin_dataloaders=False,
             algorithms=[] if average is None else [average],
-            callbacks=[BatchRandomness(model, config.seed), gradient_norm, throughput, record, checkpointer, self.ends],
+            callbacks=[BatchRandomness(model, recipe.seed), gradient_norm, throughput, record, checkpointer, self.ends],
             progress_bar=False,
             device=device,
-            precision=composer_precision(device, config.precision),
+            precision=composer_precision(device, recipe.precision),
             device_train_microbatch_size=batch,
-            seed=config.seed,
+            seed=recipe.seed,
         )
 
     def steps(self, num: int) -> list[float]:
@@ -240,34 +280,34 @@ class PlainLoop:
     transforms make them.
     """
 
-    def __init__(self, config: RunConfig, model: LatentDiffusion, device: torch.device, data: SyntheticBatches):
+    def __init__(self, recipe: Recipe, model: LatentDiffusion, device: torch.device, data: SyntheticBatches):
         from diffusers import DDPMScheduler
         from diffusers.optimization import get_scheduler
         from diffusers.training_utils import EMAModel
 
-        model.place(device, config.precision)
-        self.device, self.autocast_dtype = device, AUTOCAST_DTYPES.get(config.precision or "fp32")
+        model.to_device(device, recipe.precision)
+        self.device, self.autocast_dtype = device, AUTOCAST_DTYPES.get(recipe.precision)
         self.unet, self.vae, self.text_encoder = model.denoiser.train(), *map(model.frozen.get, ("vae", "text"))
         batch = data.batch
         self.moments = batch.get("moments")
         self.pixels = normalize_images(batch["images"], "symmetric") if "images" in batch else None
         self.input_ids = batch["tokens"]
-        self.noising = DDPMScheduler(**SCHEDULE, prediction_type=PREDICTIONS[model.objective.prediction])
-        given = config.optimizer
-        self.clip_norm = given.clip_norm
+        self.noising: Any = DDPMScheduler(**SCHEDULE, prediction_type=PREDICTIONS[model.objective.prediction])
+        settings = recipe.optimizer
+        self.clip_norm = settings.clip_norm
         self.optimizer = torch.optim.AdamW(
             self.unet.parameters(),
-            lr=given.learning_rate(config.global_batch_size),
-            betas=given.betas,
-            weight_decay=given.weight_decay,
-            eps=given.eps,
+            lr=settings.learning_rate(recipe.batch_size),
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            eps=settings.eps,
         )
         self.schedule = get_scheduler("constant", self.optimizer, num_training_steps=NUM_BATCHES)
-        self.average = EMAModel(self.unet.parameters(), decay=0.9999) if config.ema.enabled else None
+        self.average = EMAModel(self.unet.parameters(), decay=0.9999) if recipe.ema.enabled else None
         self.generator = torch.Generator(device)
 
     def loss(self) -> Tensor:
-        """Return the loss of a step, with noise and times of its own."""
+        """Return the loss of a step, with new noise and times."""
         latents = self._posterior().sample(self.generator) * self.vae.config.scaling_factor
         noise = torch.randn(latents.shape, generator=self.generator, device=self.device, dtype=latents.dtype)
         num_steps = self.noising.config.num_train_timesteps
@@ -320,36 +360,34 @@ class PlainLoop:
 
 
 @contextlib.contextmanager
-def contestants(config: RunConfig, model: LatentDiffusion, device: Device) -> Iterator[tuple[Ours, PlainLoop]]:
+def contestants(recipe: Recipe, model: LatentDiffusion, device: Device) -> Iterator[tuple[Ours, PlainLoop]]:
     """Build each contestant around a copy of the model, which has not been placed."""
-    columns = config.data.columns(model.family, config.size)
-    data = SyntheticBatches(columns, config.global_batch_size, device._device, config.seed)
+    data = SyntheticBatches(recipe.columns, recipe.batch_size, torch_device(device), recipe.seed)
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
-        ours = Ours(config, copy.deepcopy(model), device, data, Path(folder))
+        ours = Ours(recipe, copy.deepcopy(model), device, data, Path(folder))
         try:
-            yield ours, PlainLoop(config, copy.deepcopy(model), device._device, data)
+            yield ours, PlainLoop(recipe, copy.deepcopy(model), torch_device(device), data)
         finally:
             ours.trainer.close()
 
 
-def largest_difference(ours: Ours, plain: PlainLoop, config: RunConfig, num: int) -> float:
+def largest_difference(ours: Ours, plain: PlainLoop, seed: int, num: int) -> float:
     """Take steps with the same random numbers; return the largest difference of two losses, as a part of one."""
     theirs = []
     for batch in range(num):
-        plain.generator.manual_seed(step_seed(config.seed, batch, 0))
+        plain.generator.manual_seed(step_seed(seed, batch, 0))
         theirs += plain.steps(1)
     return max(abs(other - own) / abs(own) for own, other in zip(ours.steps(num), theirs, strict=True))
 
 
-def add_contest(config: StepConfig, figures: Figures, *, ema: bool) -> None:
-    """Let the contestants alternate. Raises Failed: their losses differ."""
-    run, name = run_of(config, ema=ema), "ema" if ema else "bare"
-    assert run.precision is not None
-    device = build_device(run.precision)
+def add_contest(config: StepConfig, figures: Figures, *, ema: bool) -> str:
+    """Let the contestants alternate; return the steps' precision. Raises Failed: their losses differ."""
+    name, (recipe, model) = "ema" if ema else "bare", recipe_of(config, ema=ema)
+    device = build_device(recipe.precision)
     torch.set_num_threads(config.threads)
-    with contestants(run, build(run), device) as (ours, plain):
-        difference = largest_difference(ours, plain, run, SAME_STEPS)
-        if run.precision == "fp32":
+    with contestants(recipe, model, device) as (ours, plain):
+        difference = largest_difference(ours, plain, recipe.seed, SAME_STEPS)
+        if recipe.precision == "fp32":
             if not difference <= MOST_DIFFERENCE:
                 text = f"losses differ by {difference:.2g} of their size, {MOST_DIFFERENCE:g} is allowed"
                 raise Failed(f"step: no record was written: with the same random numbers {text}.")
@@ -368,6 +406,7 @@ def add_contest(config: StepConfig, figures: Figures, *, ema: bool) -> None:
         figures.add(f"{name}_{who}_images_per_sec", [config.batch_size / value for value in seconds[who]])
     for kind in ("", "cpu_"):
         figures.ratio(f"{name}_{kind}speedup_vs_plain", f"{name}_plain_{kind}ms", f"{name}_ours_{kind}ms")
+    return recipe.precision
 
 
 def measure(config: StepConfig) -> dict[str, Any]:
@@ -375,20 +414,16 @@ def measure(config: StepConfig) -> dict[str, Any]:
     figures = Figures()
     with threads(config.threads):
         for ema in (False, True):
-            add_contest(config, figures, ema=ema)
+            precision = add_contest(config, figures, ema=ema)
             free()
-    run = run_of(config, ema=False)
-    what = {"precision": run.precision, "preset": _preset(config), "image_size": _size_px(config)}
+    what = {"precision": precision, "preset": _preset(config), "image_size": _size_px(config)}
     return {**what, **figures.as_record()}
 
 
-@command(__doc__, needs_words=False)
+@command(keys=StepConfig, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(StepConfig, argv, check)
-    if config is not None:
-        keep("step", config, lambda: measure(config))
-    return 0
+    return measure_and_record("step", StepConfig, argv, measure, check)
 
 
 if __name__ == "__main__":

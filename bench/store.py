@@ -32,15 +32,16 @@ from urllib.parse import urlsplit
 import boto3
 from boto3.s3.transfer import TransferConfig
 
-from bench.command import Figures, keep, read_keys, take_turns
+from bench.command import Figures, measure_and_record, take_turns
 from bench.data import MOMENTS_BATCH, our_loader, write_moments
-from cli.command import command
-from cli.command_line import Problem
-from cli.limits import limited
-from cli.masking import masked
+from common.command import command
+from common.command_line import Problem
+from common.masking import mask_secrets
+from common.value_types import limited
+from config import to_written_dict
 from data import DataConfig
-from stages.dataset import read_stage
-from stages.store_errors import address_problem, scheme_of
+from mds.dataset import read_dataset
+from mds.stores import address_problem, scheme_of
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,15 @@ def check(config: StoreConfig) -> list[Problem]:
     if scheme_of(address) == "s3":
         text = address_problem(address)
     else:
-        given = masked(address).rpartition("@")[2] or "none"
-        text = f"{given} is no address of an S3 store. Write address=s3://BUCKET/PREFIX."
+        masked = mask_secrets(address).rpartition("@")[2] or "none"
+        text = f"{masked} is no address of an S3 store. Write address=s3://BUCKET/PREFIX."
     return [Problem(f"address: {text}", ("address",))] if text else []
 
 
 def put_stage(client: Any, address: str, num_samples: int) -> None:
     """Write the stage under an address, unless one of this size is there."""
     with contextlib.suppress(ValueError):  # nothing there yet
-        if read_stage(address).num_samples == num_samples:
+        if read_dataset(address).num_samples == num_samples:
             return
     url = urlsplit(address)
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +83,7 @@ def put_stage(client: Any, address: str, num_samples: int) -> None:
             client.upload_file(str(path), url.netloc, f"{url.path.strip('/')}/{path.relative_to(stage)}")
 
 
-class Contest:
+class StoreContest:
     """A stage in a store, and a cache folder; each turn returns MB/s."""
 
     def __init__(self, client: Any, address: str, cache: Path):
@@ -123,28 +124,25 @@ class Contest:
         self.cache.mkdir()
 
 
-def measure(address: str, config: StoreConfig) -> dict[str, Any]:
+def measure(config: StoreConfig) -> dict[str, Any]:
     """Let the contestants alternate, and return the figures."""
+    assert config.address is not None
     client, figures = boto3.client("s3", endpoint_url=os.environ.get("S3_ENDPOINT_URL")), Figures()
-    put_stage(client, address, config.num_samples)
+    put_stage(client, config.address, config.num_samples)
     with tempfile.TemporaryDirectory(prefix="bench-store-") as folder:
-        contest = Contest(client, address, Path(folder, "cache"))
+        contest = StoreContest(client, config.address, Path(folder, "cache"))
         turns = {"download": contest.download, "cold": contest.cold, "warm": contest.warm}
         for name, speeds in take_turns(turns, config.rounds).items():
             figures.add(f"{name}_mb_per_sec", speeds)
     figures.ratio("cold_over_download", "cold_mb_per_sec", "download_mb_per_sec")
     size = {"megabytes": round(contest.megabytes, 1), "num_shards": len(contest.names)}
-    return {**size, **figures.as_record()}
+    return {"config": to_written_dict(dataclasses.replace(config, address=None)), **size, **figures.as_record()}
 
 
-@command(__doc__)
+@command(keys=StoreConfig)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    config = read_keys(StoreConfig, argv, check)
-    if config is not None:
-        address = config.address or ""
-        keep("store", dataclasses.replace(config, address=None), lambda: measure(address, config))
-    return 0
+    return measure_and_record("store", StoreConfig, argv, measure, check)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from composer import Callback, Logger, State
 from torch import Tensor
 
-from weights.parts import joined
+from weights.tensors import gather_tensor
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -19,7 +19,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     else:
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-    return joined(norm)
+    return gather_tensor(norm)
 
 
 class GradientNorm(Callback):

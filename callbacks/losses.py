@@ -17,8 +17,8 @@ from composer import Logger, State
 from composer.utils import dist
 from torch import Tensor
 
-from record.checkpoint_files import FULL, listed
-from record.metric_names import alert
+from checkpointing.files import FULL, list_checkpoints
+from run_folder.metric_names import alert
 
 TOTAL = "loss/train/total"
 
@@ -29,7 +29,7 @@ class Loss:
 
     batch: int
     mean: float
-    own: float
+    own_loss: float
 
 
 class AsyncLosses:
@@ -40,14 +40,14 @@ class AsyncLosses:
 
     def put(self, batch: int, loss: Tensor) -> None:
         """Start copying a batch's loss, (1,), to the host, without waiting."""
-        both = loss.detach().float().repeat(2)
-        dist.all_reduce(both[:1], reduce_operation="SUM")
-        here = torch.empty(2, pin_memory=both.is_cuda).copy_(both, non_blocking=True)
+        losses = loss.detach().float().repeat(2)
+        dist.all_reduce(losses[:1], reduce_operation="SUM")
+        host_losses = torch.empty(2, pin_memory=losses.is_cuda).copy_(losses, non_blocking=True)
         arrived = None
-        if both.is_cuda:
+        if losses.is_cuda:
             arrived = torch.cuda.Event()
             arrived.record()
-        self._waiting.append((batch, here, arrived))
+        self._waiting.append((batch, host_losses, arrived))
 
     def take(self, leave: int) -> list[Loss]:
         """Return all but the newest `leave` losses, which may still be computed. Waits for the returned ones.
@@ -56,11 +56,11 @@ class AsyncLosses:
         """
         taken = []
         while len(self._waiting) > leave:
-            batch, here, arrived = self._waiting.popleft()
+            batch, host_losses, arrived = self._waiting.popleft()
             if arrived is not None:
                 arrived.synchronize()
-            total, own = here.tolist()
-            taken.append(Loss(batch, total / dist.get_world_size(), own))
+            total, own_loss = host_losses.tolist()
+            taken.append(Loss(batch, total / dist.get_world_size(), own_loss))
         return taken
 
 
@@ -89,14 +89,14 @@ class StreamLosses:
             return
         each = torch.stack([torch.ones_like(losses), losses.detach()], dim=1).double()  # (B, 2)
         numbers = torch.arange(len(self.names), device=losses.device)
-        own = (batch["stream"].to(losses.device) == numbers[:, None]).double() @ each  # (S, B) @ (B, 2)
-        self._own = own if self._own is None else self._own + own
+        sums = (batch["stream"].to(losses.device) == numbers[:, None]).double() @ each  # (S, B) @ (B, 2)
+        self._own = sums if self._own is None else self._own + sums
 
     def settle(self) -> None:
         """Add what all ranks have counted. All ranks call it."""
-        own = self._nothing().to(self.device) if self._own is None else self._own
-        dist.all_reduce(own, reduce_operation="SUM")
-        self.sums, self._own = self.sums + own.cpu(), None
+        sums = self._nothing().to(self.device) if self._own is None else self._own
+        dist.all_reduce(sums, reduce_operation="SUM")
+        self.sums, self._own = self.sums + sums.cpu(), None
 
     def restart(self) -> None:
         """Begin a new window."""
@@ -115,22 +115,22 @@ class Losses:
 
     Args:
         checkpoints: folder of the run's checkpoints; the message for a non-finite loss names the newest one.
-        on_their_way: losses that arrive one batch late; None: Composer reads each at its batch's end.
-        of_streams: those of each of several streams; None: there is one.
+        async_losses: losses that arrive one batch late; None: Composer reads each at its batch's end.
+        stream_losses: those of each of several streams; None: there is one.
     """
 
     def __init__(
-        self, checkpoints: Path, on_their_way: AsyncLosses | None = None, of_streams: StreamLosses | None = None
+        self, checkpoints: Path, async_losses: AsyncLosses | None = None, stream_losses: StreamLosses | None = None
     ):
-        self.checkpoints, self.on_their_way, self.of_streams = checkpoints, on_their_way, of_streams
-        self.of_window: list[float] = []
+        self.checkpoints, self.async_losses, self.stream_losses = checkpoints, async_losses, stream_losses
+        self.window_losses: list[float] = []
         self._state: State | None = None
         self._loggers: Sequence[Any] = ()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Take the loss of the batch that ends; with async_loss, those before it."""
         self._state, self._loggers = state, logger.destinations
-        if self.on_their_way is not None:
+        if self.async_losses is not None:
             self.settle(leave=1)
             logger.log_metrics(state.total_loss_dict)
             return
@@ -138,7 +138,7 @@ class Losses:
         if not math.isfinite(loss):
             last = state.loss if isinstance(state.loss, torch.Tensor) else torch.tensor(float("nan"))
             self._stop(state.timestamp.batch.value - 1, loss, bool(torch.isfinite(last).all()))
-        self.of_window.append(loss)
+        self.window_losses.append(loss)
 
     def settle(self, leave: int = 0) -> None:
         """Read all losses of ended batches but the newest `leave`, and check that they are finite. All ranks call it.
@@ -146,35 +146,35 @@ class Losses:
         Raises:
             ValueError: a loss is not finite; names batch, ranks and the last good checkpoint.
         """
-        for loss in [] if self.on_their_way is None else self.on_their_way.take(leave):
+        for loss in [] if self.async_losses is None else self.async_losses.take(leave):
             assert self._state is not None
             self._state.total_loss_dict = {TOTAL: loss.mean}  # where Composer keeps it, for other readers
             if not math.isfinite(loss.mean):
-                self._stop(loss.batch, loss.mean, math.isfinite(loss.own))
-            self.of_window.append(loss.mean)
-        if self.of_streams is not None and not leave:
-            self.of_streams.settle()
+                self._stop(loss.batch, loss.mean, math.isfinite(loss.own_loss))
+            self.window_losses.append(loss.mean)
+        if self.stream_losses is not None and not leave:
+            self.stream_losses.settle()
 
-    def restart(self, of_window: Sequence[float] = ()) -> None:
+    def restart(self, window_losses: Sequence[float] = ()) -> None:
         """Begin a new window; after a resume, with what it had."""
-        self.of_window = list(of_window)
-        if self.of_streams is not None:
-            self.of_streams.restart()
+        self.window_losses = list(window_losses)
+        if self.stream_losses is not None:
+            self.stream_losses.restart()
 
     def mean(self) -> float:
         """Return the mean since the last window's end."""
-        return sum(self.of_window) / len(self.of_window)
+        return sum(self.window_losses) / len(self.window_losses)
 
     def _stop(self, batch: int, loss: float, is_finite_here: bool) -> None:
         # Every rank sees the same mean and calls this, so the gather cannot hang.
         finite = dist.all_gather_object(is_finite_here)
         ranks = ", ".join(str(rank) for rank, is_finite in enumerate(finite) if not is_finite)
         where = f"rank {ranks}" if ranks else "an earlier microbatch of some rank"
-        newest = next(iter(listed(self.checkpoints, FULL)), None)
-        kept = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
+        newest = next(iter(list_checkpoints(self.checkpoints, FULL)), None)
+        last_good = f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
         text = (
             f"loss: {loss} in batch {batch} (counted from 0), first seen on {where}. The run stops before anything of this "
-            f"batch is kept; {kept}. If training diverges, lower optimizer.lr, set optimizer.clip_norm=1, or use "
+            f"batch is kept; {last_good}. If training diverges, lower optimizer.lr, set optimizer.clip_norm=1, or use "
             f"precision=bf16 instead of fp16. If a run with optimizer.lr=1e-30 and another run_name stops at the same batch, "
             f"the cause is a sample or the network."
         )

@@ -35,22 +35,34 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 from filelock import FileLock, Timeout
 
-from cli.errors import ConfigError
-from record.checkpoint_files import outline
-from record.files import read_summary
-from record.mlperf_events import NAME, EventLog, close, evaluated, is_begun, num_lasting, read_events, reopen, say
-from zoo.mlperf_rules import Benchmark
+from checkpointing.files import read_outline
+from common.errors import ConfigError
+from families.mlperf import Benchmark
+from model import AUTOCAST_DTYPES
+from run_folder.files import read_summary
+from run_folder.mlperf_log import (
+    LOG_FILE,
+    EventLog,
+    close,
+    evaluated_points,
+    is_begun,
+    log_status,
+    num_lasting,
+    read_events,
+    reopen,
+)
 
 Line = Mapping[str, Any]
 
 INIT_LIMIT_MIN = {"closed": 30, "open": 240}  # from init_start to init_stop (compliance_checker, common.yaml)
 LOCK_TIMEOUT_SEC = 60.0
 STATUS = "research"  # submission_status, required by 4.0.0, of a run that nobody has submitted yet
-OF_NOBODY = "5.0.0"  # the one ruleset that asks for no submitter
+RULESET_WITHOUT_SUBMITTER = "5.0.0"  # the one ruleset that asks for no submitter
 
 
 @dataclass(frozen=True)
@@ -60,39 +72,43 @@ class MLPerfConfig:
     enabled: bool = False
     """Write mlperf.log."""
     division: Literal["closed", "open"] = "open"
-    """closed: a run is refused if any constant differs from the benchmark's."""
+    """closed: refuse any constant that differs from the benchmark's."""
     ruleset: Literal["4.0.0", "4.1.0", "5.0.0", "5.1.0", "6.0.0", "6.1.0"] | None = None
-    """MLPerf's ruleset: to 5.0.0 for Stable Diffusion, from 5.1.0 on for FLUX.1. null: the newest of the benchmark."""
+    """To 5.0.0: Stable Diffusion; from 5.1.0: FLUX.1. null: the benchmark's newest."""
     org: str | None = None
-    """The submitter's name. Required by every ruleset but 5.0.0. null: not stated."""
+    """Submitter; required, except by 5.0.0. null: not stated."""
     platform: str | None = None
-    """The system's name, for example 8xH200. Required by every ruleset but 5.0.0. null: not stated."""
+    """System, such as 8xH200; required, except by 5.0.0. null: not stated."""
 
     def resolved(self, benchmark: Benchmark) -> MLPerfConfig:
         """Replace null by the newest ruleset."""
-        return dataclasses.replace(self, ruleset=self.ruleset or benchmark.newest)  # type: ignore[arg-type]
+        return dataclasses.replace(self, ruleset=self.ruleset or benchmark.newest_ruleset)  # type: ignore[arg-type]
 
     def problems(self, benchmark: Benchmark) -> list[tuple[str, str]]:
         """(key, message) for every invalid value. `benchmark`: whose log is written."""
-        found, ruleset = [], self.ruleset or benchmark.newest
+        problems, ruleset = [], self.ruleset or benchmark.newest_ruleset
         if ruleset not in benchmark.rulesets:
             known = ", ".join(benchmark.rulesets)
             text = f"{ruleset} has no {benchmark.name}, the benchmark of model.family={benchmark.family}. Possible: {known}."
-            found.append(("mlperf.ruleset", text))
+            problems.append(("mlperf.ruleset", text))
         if not self.enabled:
-            return found
+            return problems
         if importlib.util.find_spec("mlperf_logging") is None:
             text = "true, but the package mlperf-logging is not installed. Install it (requirements.txt), or say false."
-            found.append(("mlperf.enabled", text))
+            problems.append(("mlperf.enabled", text))
         for key, value in (("org", self.org), ("platform", self.platform)):
-            if value is None and ruleset != OF_NOBODY:
-                way = f", or use mlperf.ruleset={OF_NOBODY}" if OF_NOBODY in benchmark.rulesets else ""
-                text = f"not given; ruleset {ruleset} asks for it. Give it{way}."
-                found.append((f"mlperf.{key}", text))
+            if value is None and ruleset != RULESET_WITHOUT_SUBMITTER:
+                alternative = (
+                    f", or use mlperf.ruleset={RULESET_WITHOUT_SUBMITTER}"
+                    if RULESET_WITHOUT_SUBMITTER in benchmark.rulesets
+                    else ""
+                )
+                text = f"not given; ruleset {ruleset} asks for it. Give it{alternative}."
+                problems.append((f"mlperf.{key}", text))
             elif value is not None and not re.fullmatch(r"\w[\w.+ -]*", value):
                 text = f"'{value}' cannot be the name of a folder, which it is in a submission. Use letters, digits, . _ - +"
-                found.append((f"mlperf.{key}", text))
-        return found
+                problems.append((f"mlperf.{key}", text))
+        return problems
 
 
 # --- while the run trains ---
@@ -128,7 +144,7 @@ class MLPerfLog(Callback):
         began: float | None = None,
         now: Callable[[], float] | None = None,
     ):
-        self.path, self.config, self.header, self.benchmark = folder / NAME, config, dict(header), benchmark
+        self.path, self.config, self.header, self.benchmark = folder / LOG_FILE, config, dict(header), benchmark
         self.every_images, self.in_training, self.evaluations = every_images, in_training, evaluations
         self.began = psutil.Process().create_time() if began is None else began
         self.log = EventLog(self.path, now)
@@ -206,14 +222,14 @@ class MLPerfLog(Callback):
                 return  # else its log was removed; the run must not look as if it began here
         events = reopen(self.path)
         # Evaluations after the checkpoint that the run resumes from will be made again.
-        self._written = {count for count in evaluated(events) if count <= images}
+        self._written = {count for count in evaluated_points(events) if count <= images}
         self.log.event("restart", 1 + sum(event["key"] == "restart" for event in events), samples_count=images)
-        say(f"restarted at {images:,} images: no result of the closed division; for one, take another run_name")
+        log_status(f"restarted at {images:,} images: no result of the closed division; for one, take another run_name")
 
     def _begin(self) -> None:
         """Write everything up to run_start; init_start has the process's start time."""
-        given = {"org": self.config.org, "platform": self.config.platform, "status": STATUS}
-        submission = {"benchmark": self.benchmark, "division": self.config.division, **given}
+        submitter = {"org": self.config.org, "platform": self.config.platform, "status": STATUS}
+        submission = {"benchmark": self.benchmark, "division": self.config.division, **submitter}
         self.log.event("cache_clear", False, at=self.began)  # Easel clears no cache: the machine's owner does
         for key, value in submission.items():
             if value is not None:
@@ -225,7 +241,7 @@ class MLPerfLog(Callback):
         self.log.event("init_stop")
         self.log.event("run_start", samples_count=0)
         over = "" if took_sec < 60 * limit else ": TOO LONG, the checker will refuse this log"
-        say(f"initialised in {took_sec:.1f} s; the {self.config.division} division allows {limit} min{over}")
+        log_status(f"initialised in {took_sec:.1f} s; the {self.config.division} division allows {limit} min{over}")
 
     def _close_block(self, state: State) -> None:
         if not self.is_writer or self._block is None:
@@ -251,15 +267,17 @@ class MLPerfLog(Callback):
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _lock_run(folder: Path) -> Iterator[None]:
     """Lock a run against other processes: another eval.py that finishes now, or a start that resumes training."""
     try:
         with FileLock(folder / ".lock", timeout=LOCK_TIMEOUT_SEC):
             yield
     except Timeout as error:
-        given = f"{folder / NAME}: another process has the run, and may be training it on; the log is left as it is"
+        problem = (
+            f"{folder / LOG_FILE}: another process has the run, and may be training it on; the log is left as it is"
+        )
         raise ConfigError(
-            [f"{given}. Start the same command again when that has ended: no score is made twice."]
+            [f"{problem}. Start the same command again when that has ended: no score is made twice."]
         ) from error
 
 
@@ -281,23 +299,23 @@ def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None, *,
     Raises:
         ConfigError: the log is unreadable, or another process is using the run.
     """
-    path = folder / NAME
+    path = folder / LOG_FILE
     if not path.is_file() or not evaluations:
         return
-    with _alone(folder):
+    with _lock_run(folder):
         events = read_events(path)
         stop = next((event for event in events if event["key"] == "run_stop"), None)
         is_over = read_summary(folder).get("target") == "pending"
         if not events or not (is_over if stop is None else afterwards):
             return
         end = reached or evaluations[-1]
-        stays = stop is not None and not _ends_elsewhere(stop["metadata"], reached, end["images"])
+        stays = stop is not None and not _needs_another_end(stop["metadata"], reached, end["images"])
         images = stop["metadata"]["samples_count"] if stays else end["images"]
-        there = evaluated(events)
-        new = [line for line in evaluations if line["images"] <= images and line["images"] not in there]
+        logged = evaluated_points(events)
+        new = [line for line in evaluations if line["images"] <= images and line["images"] not in logged]
         if stays and not new:
             return
-        ended = None if stays else _written_at(folder / "checkpoints" / end["snapshot"])
+        ended = None if stays else _read_write_time(folder / "checkpoints" / end["snapshot"])
         reopen(path)
         log = EventLog(path)
         for line in new:
@@ -305,20 +323,35 @@ def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None, *,
         if stays:
             status, at = stop["metadata"]["status"], stop["time_ms"] / 1000
             log.event("run_stop", at=at, dated_back=True, status=status, samples_count=images)
-            say(f"the log has {len(new)} evaluations more; it ends as before: {status} at {images:,} images")
+            log_status(f"the log has {len(new)} evaluations more; it ends as before: {status} at {images:,} images")
         else:
             close(log, reached, end["images"], ended)
 
 
-def _written_at(snapshot: Path) -> float:
+def _read_write_time(snapshot: Path) -> float:
     """Return when a snapshot was written, in seconds since 1970. Raises ConfigError: the snapshot does not say."""
-    if not isinstance(written := outline(snapshot).get("unix_time"), int | float):
+    if not isinstance(written := read_outline(snapshot).get("unix_time"), int | float):
         raise ConfigError([f"{snapshot}: does not say when it was written. It was not written by this program."])
     return written
 
 
-def _ends_elsewhere(stop: Mapping[str, Any], reached: Line | None, images: int) -> bool:
+def _needs_another_end(stop: Mapping[str, Any], reached: Line | None, images: int) -> bool:
     """True if a closed log needs another end: the target was met, or met earlier, or a later snapshot missed it too."""
     if stop["status"] == "success":
         return reached is not None and reached["images"] < stop["samples_count"]
     return reached is not None or images > stop["samples_count"]
+
+
+def describe_computation(precision: str, sharding: str, microbatch: int | None) -> dict[str, Any]:
+    """Return what rulesets from 6.1.0 on ask of every log: the lowest precision by kind of work, and how work is divided."""
+    compute = "bfloat16" if AUTOCAST_DTYPES.get(precision) is torch.bfloat16 else precision
+    # DDP adds up gradients in the type of the weights. Sharded weights are gathered in the type of the computation.
+    is_sent_small = precision in AUTOCAST_DTYPES and (precision == "bf16_params" or sharding != "off")
+    return {
+        "lowest_numerical_precision_in_linear": compute,
+        "lowest_numerical_precision_in_attn": compute,
+        "lowest_numerical_precision_in_comm": compute if is_sent_small else "fp32",
+        **dict.fromkeys([f"{kind}_parallelism" for kind in ("tensor", "pipeline", "context", "expert")], 1),
+        "micro_batch_size": microbatch,
+        "config_filename": "config.yaml",  # in the run's folder, and in a submission
+    }

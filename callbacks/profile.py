@@ -3,10 +3,10 @@
     composer benchmark.py ... profile.batches=3
 
 RUN_FOLDER/RUN_NAME/profile/trace.json.gz    for chrome://tracing or ui.perfetto.dev
-                            table.txt        the operators and kernels that take most time of their own
+                            table.txt        the operators and kernels that take most time themselves
 
 We use torch.profiler, not composer.profiler: the latter restarts its cycles in every epoch, instruments every event of the
-run for a trace of its own, and has no table. Rank 0 records.
+run for a trace, and has no table. Rank 0 records.
 
 The profiler slows the batches that it records. The batch before them is its warm-up. Windows of callbacks/throughput.py that
 contain any of these batches, or the writing of the trace, are not measured windows.
@@ -23,9 +23,9 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from cli.files import write_whole
-from cli.limits import limited
-from cli.log import log
+from common.files import write_atomic
+from common.log import log
+from common.value_types import limited
 
 FOLDER = "profile"
 NUM_ROWS = 50
@@ -36,10 +36,9 @@ class ProfileConfig:
     """Steps recorded with torch.profiler, outside of the measured windows."""
 
     batches: int = limited(0, 0)
-    """Steps to record; 0: none. The trace and a table of times are written to profile/."""
+    """Steps to record, into profile/; 0: none."""
     start_batch: int | None = limited(None, 1)
-    """Batches of this start before the first recorded one; the last of them warms up the profiler. null:
-    measure.warmup_batches."""
+    """Batches before the first recorded one. null: measure.warmup_batches."""
 
     def first(self, warmup_batches: int) -> int:
         """Return the number of batches of a start before the first recorded one."""
@@ -56,8 +55,8 @@ class ProfileConfig:
             return [("profile.start_batch", f"{self.start_batch}, but profile.batches=0. Say profile.batches=3.")]
         first = self.first(warmup_batches)
         if self.batches and num_batches is not None and first + self.batches > num_batches:
-            given = f"{self.batches} after {first}, but the run has {num_batches} batches"
-            return [("profile.batches", f"{given}. Lower it or profile.start_batch, or raise max_duration.")]
+            problem = f"{self.batches} after {first}, but the run has {num_batches} batches"
+            return [("profile.batches", f"{problem}. Lower it or profile.start_batch, or raise max_duration.")]
         return []
 
 
@@ -67,9 +66,9 @@ class Profile(Callback):
     Args:
         config: which steps.
         folder: of the run; a recording replaces that of an earlier start.
-        about: facts for the table: which start, machine and code were recorded.
+        about: what heads the table: which start, machine and code were recorded.
         warmup_batches: measure.warmup_batches.
-        disturb: marks the current window as not measured.
+        mark_unmeasured: marks the current window as not measured.
     """
 
     def __init__(
@@ -79,12 +78,12 @@ class Profile(Callback):
         *,
         about: Mapping[str, Any],
         warmup_batches: int,
-        disturb: Callable[[], None],
+        mark_unmeasured: Callable[[], None],
     ):
         self.about = dict(about)
         self.first, self.num = config.first(warmup_batches), config.batches
         self.folder = folder / FOLDER
-        self.disturb = disturb
+        self.mark_unmeasured = mark_unmeasured
         self.num_batches = 0  # of this start
         self._profiler: torch.profiler.profile | None = None
 
@@ -99,7 +98,7 @@ class Profile(Callback):
     def after_dataloader(self, state: State, logger: Logger) -> None:
         if not self._is_recording:
             return
-        self.disturb()
+        self.mark_unmeasured()
         if self.num_batches == self.first - 1 and dist.get_global_rank() == 0:
             self._profiler = self._begin()
 
@@ -133,7 +132,7 @@ class Profile(Callback):
         own_time = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=own_time, row_limit=NUM_ROWS)
         about = "".join(f"{key}: {value}\n" for key, value in self.about.items())
-        write_whole(self.folder / "table.txt", f"{about}\n{table}")
+        write_atomic(self.folder / "table.txt", f"{about}\n{table}")
 
     def fit_end(self, state: State, logger: Logger) -> None:
         if self._profiler is not None:
@@ -141,7 +140,7 @@ class Profile(Callback):
             self._profiler.stop()
             self._profiler = None
         if self.num_batches < self.first + self.num:
-            given = f"{self.num_batches} batches were trained here, {self.first + self.num} would have been needed"
+            problem = f"{self.num_batches} batches were trained here, {self.first + self.num} would have been needed"
             earlier = f" {self.folder} is of an earlier start, as its table says." if self.folder.is_dir() else ""
-            text = f"nothing was recorded: {given}. Lower profile.start_batch.{earlier}"
+            text = f"nothing was recorded: {problem}. Lower profile.start_batch.{earlier}"
             log.info(f"profile: {text}")

@@ -10,14 +10,14 @@ from typing import Any
 
 from composer import Callback, Logger, State
 
-from cli.log import log
-from record.metric_names import alert
+from common.log import log
+from run_folder.metric_names import alert
 
-OF_TARGET = ("target", "images_to_target", "seconds_to_target", "seconds_to_target_with_eval")
+TARGET_RESULTS = ("target", "images_to_target", "seconds_to_target", "seconds_to_target_with_eval")
 SCORES = ("fid", "clip")
-TARGET_KEYS = (*OF_TARGET, *SCORES)
+TARGET_KEYS = (*TARGET_RESULTS, *SCORES)
 """Additional keys of the result line of a run with a target; one of validation loss has val_loss instead of scores."""
-NAMES = {"fid": "FID", "clip": "CLIP", "val_loss": "a validation loss of"}
+METRIC_NAMES = {"fid": "FID", "clip": "CLIP", "val_loss": "a validation loss of"}
 
 
 class QualityTarget(Callback):
@@ -48,18 +48,18 @@ class QualityTarget(Callback):
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if (line := self.reached) is not None:
             state.stop_training()
-            log.info(f"target: {said(line)}. Training stops.")
-            alert(logger.destinations, "target reached", said(line))
+            log.info(f"target: {format_metrics(line)}. Training stops.")
+            alert(logger.destinations, "target reached", format_metrics(line))
 
     def result(self) -> dict[str, Any]:
         """Return the keys of the evaluation that met the target; else the last one's metrics and `missed`."""
-        return outcome(self.evaluations(), self.reached, self.metrics)
+        return target_outcome(self.evaluations(), self.reached, self.metrics)
 
 
-def outcome(
+def target_outcome(
     evaluations: Sequence[Mapping[str, Any]], reached: Mapping[str, Any] | None, metrics: Sequence[str] = SCORES
 ) -> dict[str, Any]:
-    """Return OF_TARGET and metrics for a list of evaluations; `reached` is the one that met the target, or None."""
+    """Return TARGET_RESULTS and metrics for a list of evaluations; `reached` is the one that met the target, or None."""
     last = reached or (evaluations[-1] if evaluations else {})
     to_target = reached or {}
     values = (
@@ -68,10 +68,10 @@ def outcome(
         to_target.get("seconds"),
         to_target.get("seconds_with_eval"),
     )
-    return {**dict(zip(OF_TARGET, values, strict=True)), **{key: last.get(key) for key in metrics}}
+    return {**dict(zip(TARGET_RESULTS, values, strict=True)), **{key: last.get(key) for key in metrics}}
 
 
-def said(line: Mapping[str, Any]) -> str:
+def format_metrics(line: Mapping[str, Any]) -> str:
     """Describe an evaluation that met its target."""
-    figures = " and ".join(f"{name} {line[key]:.6g}" for key, name in NAMES.items() if line.get(key) is not None)
+    figures = " and ".join(f"{name} {line[key]:.6g}" for key, name in METRIC_NAMES.items() if line.get(key) is not None)
     return f"reached with {figures} after {line['images']:,} images and {line['seconds']:.1f} s of training"

@@ -1,14 +1,14 @@
 """Writes the run record, the files of a run.
 
 RUN_FOLDER/RUN_NAME/config.yaml        the resolved configuration as the run was begun, written once
-                    later.yaml         what later starts were given otherwise, and what the run has found
+                    overrides.yaml     what later starts were given otherwise, and what the run has found
                    environment.json    versions, commit, device, machine
                    starts.jsonl        one line per start: time, first batch, hardware; the run's id (first start); how
                                        long it took, if its process was not killed; the error that it ended with
                    metrics.jsonl       one line per window: batch, images, loss (mean since the last edge), clocks, speed,
                                        samples and loss of each of several streams;
                                        one per evaluation (evaluation: true): metrics, and what they depend on;
-                                       one per validation (validation: true): loss on the held-out stage, by bins
+                                       one per validation (validation: true): loss on the held-out dataset, by bins
                    metrics.cut.jsonl   lines that a resume removed: later batches, and unfinished windows
                    bad_samples.jsonl   number, key and reason of each unusable sample, if there are any
                    summary.json        flat: the result line's keys under the same names, device, versions, commit
@@ -28,28 +28,27 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from cli import masking
-from cli.errors import text_of
-from cli.files import write_json, write_whole
-from cli.limits import limited
-from cli.log import log
-from record.config_file import ConfigFiles
-from record.environment import environment
-from record.files import (
+from common import masking
+from common.errors import error_text
+from common.files import write_atomic, write_json
+from common.log import log
+from common.value_types import limited
+from run_folder.environment import environment
+from run_folder.files import (
     BAD_SAMPLES,
     CUT,
     METRICS,
     STARTS,
+    ConfigFiles,
     append_lines,
-    as_lines,
     is_window,
     read_lines,
     remove_left_overs,
     run_id_of,
+    to_json_lines,
 )
-from record.history import read_history
-from record.metric_names import EVALUATION, IMAGES, VALIDATION, WINDOW, bins_named, named, streams_named
-from record.summary import COST_KEYS, RESULT_KEYS, finite, rounded, spent
+from run_folder.history import COST_KEYS, RESULT_KEYS, cost_so_far, finite, read_history, rounded
+from run_folder.metric_names import EVALUATION, IMAGES, VALIDATION, WINDOW, bins_named, named, streams_named
 
 if TYPE_CHECKING:
     from callbacks.gradient_norm import GradientNorm
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
     from callbacks.throughput import Throughput
 
 SCHEMA = 1
-MAX_FAILED = 1000  # characters of an error's text that are kept
+MAX_ERROR_LENGTH = 1000  # characters of an error's text that are kept
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,10 @@ class CostConfig:
     """What a run costs."""
 
     per_device_hour: float | None = limited(None, 0.0, above=True)
-    """Price of one device for an hour, in any currency: a GPU's, on a CPU a rank's. null: no cost is told."""
+    """Price of one device for an hour, in any currency. null: no cost."""
 
 
-class Samples(Protocol):
+class SampleCounter(Protocol):
     """The interface of the loader for the record."""
 
     bad_samples: dict[int, tuple[str, str]]
@@ -83,13 +82,14 @@ class RunRecord(Callback):
 
     Args:
         folder: of this run; created by `start`.
-        keys: of the resolved configuration.
+        keys: writes the configuration's files.
         facts: further keys of summary.json (device, image_size, stage, preset, ...).
         throughput: the callback that closes windows; it has to come before this one.
         gradient_norm: the window's gradient norms, read and reset here; it has to come before this one.
         losses: of every batch; stops the run if one is not finite.
         samples: the loader, which counts this rank's unusable samples and knows the limit; None: synthetic data.
-        how: other settings that affect speed (the keys of speed, the microbatch size); a resumed run may change them.
+        speed_settings: other settings that affect speed (the keys of speed, the microbatch size); a resumed run may change
+            them.
         per_device_hour: price of a device for an hour, which holds for all starts; None: there is no cost.
 
     `evaluations`, `validations`: those of this run so far, in order, the same on all ranks.
@@ -106,8 +106,8 @@ class RunRecord(Callback):
         throughput: Throughput,
         gradient_norm: GradientNorm,
         losses: Losses,
-        samples: Samples | None,
-        how: Mapping[str, Any] | None = None,
+        samples: SampleCounter | None,
+        speed_settings: Mapping[str, Any] | None = None,
         per_device_hour: float | None = None,
     ):
         self.folder = folder
@@ -117,7 +117,7 @@ class RunRecord(Callback):
         self.gradient_norm = gradient_norm
         self.losses = losses
         self.samples = samples
-        self.how = dict(how or {})
+        self.speed_settings = dict(speed_settings or {})
         self.per_device_hour = per_device_hour
         self.run_id = ""
         self.num_starts = 0
@@ -139,7 +139,7 @@ class RunRecord(Callback):
         Args:
             images: at this batch.
             began: when this start began, in seconds since 1970; None: now.
-            lost: files with missing parts (record.files.lost_history), named in all summaries from now on.
+            lost: files with missing parts (run_folder.files.lost_history), named in all summaries from now on.
 
         Raises:
             ConfigError: an existing file is unreadable; nothing is written then.
@@ -156,27 +156,28 @@ class RunRecord(Callback):
             self.run_id = run_id_of(self.folder) or uuid.uuid4().hex[:8]
             start = {"start": self.num_starts, "run_id": self.run_id, "unix_time": time.time(), "batch": batch}
             where = {key: self.environment[key] for key in ("device", "num_devices", "commit")}
-            own = {**start, **where, "how": self.how, **({"lost": list(lost)} if lost else {})}
+            this_start = {**start, **where, "how": self.speed_settings, **({"lost": list(lost)} if lost else {})}
             self.keys.write(self.folder)  # first: a folder without it is not a run
-            self._starts = [*earlier, own]
-            write_whole(self.folder / STARTS, as_lines(self._starts))
+            self._starts = [*earlier, this_start]
+            write_atomic(self.folder / STARTS, to_json_lines(self._starts))
             write_json(self.folder / "environment.json", {"schema": SCHEMA, **self.environment})
             (self.folder / "summary.json").unlink(missing_ok=True)  # it would mark the run as finished
             if earlier or batch:
                 earlier_sec = None if {STARTS, METRICS} & set(self.lost) else read_history(self.folder).seconds
                 setup_sec = 0.0 if began is None else max(0.0, time.time() - began)
-                self.throughput.go_on(images, earlier_sec=earlier_sec, setup_sec=setup_sec)
+                self.throughput.resume_clocks(images, earlier_sec=earlier_sec, setup_sec=setup_sec)
             lines = self._cut_back(lambda line: line["batch"] <= batch)
             self._num_lines = len(lines)
             self.evaluations = [line for line in lines if line.get("evaluation")]
             self.validations = [line for line in lines if line.get("validation")]
-            kept = [line for line in lines if is_window(line)]
+            windows = [line for line in lines if is_window(line)]
             same = {e["start"] for e in earlier if self._has_speed_of(e)}
-            self.throughput.windows = [line for line in kept if line.get("start") in same]
-            self.loss = kept[-1]["loss"] if kept else None
-            self._last_edge = max((line["batch"] for line in kept if not line.get("unfinished")), default=0)
+            self.throughput.windows = [line for line in windows if line.get("start") in same]
+            self.loss = windows[-1]["loss"] if windows else None
+            self._last_edge = max((line["batch"] for line in windows if not line.get("unfinished")), default=0)
             if bad:
-                write_whole(self.folder / BAD_SAMPLES, as_lines(bad))  # drops an unfinished line of a killed writer
+                # Without an unfinished line of a killed writer.
+                write_atomic(self.folder / BAD_SAMPLES, to_json_lines(bad))
             for line in bad:
                 self.all_bad_samples[line["sample"]] = (line["key"], line["reason"])
         shared = [(self.all_bad_samples, self._last_edge, self.evaluations, self.validations)]
@@ -190,29 +191,33 @@ class RunRecord(Callback):
         return sorted({str(name) for start in self._starts for name in start.get("lost", [])})
 
     def about(self) -> dict[str, Any]:
-        """Return facts about this process: start, machine, code and keys of speed."""
-        return {"start": self.num_starts, **{key: self.environment[key] for key in ("device", "commit")}, **self.how}
+        """Describe this process: start, machine, code and keys of speed."""
+        return {
+            "start": self.num_starts,
+            **{key: self.environment[key] for key in ("device", "commit")},
+            **self.speed_settings,
+        }
 
     def _has_speed_of(self, start: Mapping[str, Any]) -> bool:
         """True if an earlier start used the same machine and keys of speed, so that their speeds can be combined."""
         is_same = all(start[key] == self.environment[key] for key in ("device", "num_devices"))
-        return is_same and start["how"] == self.how
+        return is_same and start["how"] == self.speed_settings
 
     def _cut_back(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
         """Keep and return some lines of metrics.jsonl; move the others to metrics.cut.jsonl."""
         path, lines = self.folder / METRICS, read_lines(self.folder / METRICS)
-        kept, cut = [line for line in lines if is_kept(line)], [line for line in lines if not is_kept(line)]
+        remaining, cut = [line for line in lines if is_kept(line)], [line for line in lines if not is_kept(line)]
         if cut:
             append_lines(self.folder / CUT, cut)
         if path.exists():
-            write_whole(path, as_lines(kept))  # drops an unfinished line of a killed writer too
-        return kept
+            write_atomic(path, to_json_lines(remaining))  # drops an unfinished line of a killed writer too
+        return remaining
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses since the last edge, up to this batch, and the numbers of lines and starts."""
-        streams = self.losses.of_streams
+        streams = self.losses.stream_losses
         return {
-            "losses": list(self.losses.of_window),
+            "losses": list(self.losses.window_losses),
             **({} if streams is None else {"streams": streams.sums.tolist()}),
             "batch": self._batch,
             "lines": self._num_lines,
@@ -223,9 +228,9 @@ class RunRecord(Callback):
         """Load the losses, so that the next line's mean includes every batch since the last edge."""
         num = max(0, state["batch"] - self._last_edge)  # a line may have been written after the checkpoint
         self.losses.restart(state["losses"][len(state["losses"]) - min(num, len(state["losses"])) :])
-        if self.losses.of_streams is not None and self.losses.of_window:
-            self.losses.of_streams.sums = torch.tensor(state["streams"], dtype=torch.float64)
-        if not self.losses.of_window:
+        if self.losses.stream_losses is not None and self.losses.window_losses:
+            self.losses.stream_losses.sums = torch.tensor(state["streams"], dtype=torch.float64)
+        if not self.losses.window_losses:
             self.gradient_norm.restart()
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -249,7 +254,7 @@ class RunRecord(Callback):
     def _write_window(self, state: State, logger: Logger, window: Mapping[str, Any]) -> None:
         self.losses.settle()
         self._gather_bad_samples()
-        self.loss, streams = self.losses.mean(), self.losses.of_streams
+        self.loss, streams = self.losses.mean(), self.losses.stream_losses
         of_streams = {} if streams is None else {"streams": streams.line()}
         if not window["unfinished"]:
             self.losses.restart()
@@ -302,24 +307,24 @@ class RunRecord(Callback):
             lines = ({"sample": sample, "key": key, "reason": reason} for sample, (key, reason) in new)
             append_lines(self.folder / BAD_SAMPLES, lines)
             key, reason = new[0][1]
-            log.info(f"data: {len(new)} samples could not be used, e.g. {masking.printable(key)}: {reason}")
+            log.info(f"data: {len(new)} samples could not be used, e.g. {masking.to_printable(key)}: {reason}")
         self.samples.check(self.all_bad_samples)
 
     @contextlib.contextmanager
-    def clocked(self) -> Iterator[None]:
+    def clock_to_end(self) -> Iterator[None]:
         """Stop the clocks at the end of the context, even after an error, and record them and it."""
         try:
             yield
         except Exception as error:
             if self._is_writer:
-                self._starts[-1]["failed"] = masking.masked(text_of(error))[:MAX_FAILED]
+                self._starts[-1]["failed"] = masking.mask_secrets(error_text(error))[:MAX_ERROR_LENGTH]
             raise
         finally:
             self.throughput.stop()
             if self._is_writer:
                 self._starts[-1]["seconds"] = self.throughput.start_sec
                 with contextlib.suppress(OSError):  # a full disk is reported by the next write, or has ended the run
-                    write_whole(self.folder / STARTS, as_lines(self._starts))
+                    write_atomic(self.folder / STARTS, to_json_lines(self._starts))
 
     def finish(self, outcome: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write summary.json and return the result line's values, rounded as in both.
@@ -327,13 +332,13 @@ class RunRecord(Callback):
         Args:
             outcome: further keys of a run with a target or with evaluations.
         """
-        if self.losses.of_window:  # batches that no window of this start has closed
+        if self.losses.window_losses:  # batches that no window of this start has closed
             self.loss = self.losses.mean()
         figures = {**self.throughput.result(), "loss": self.loss}
         figures["batches"] = max(figures["batches"], self.begun_at)
         result = {key: rounded(figures[key]) for key in RESULT_KEYS}
         if self._is_writer:
-            figures |= spent(self.folder, self.per_device_hour, self.lost)
+            figures |= cost_so_far(self.folder, self.per_device_hour, self.lost)
         rest = {key: rounded(value) for key, value in figures.items() if key not in result}
         summary = {
             "schema": SCHEMA,

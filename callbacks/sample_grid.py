@@ -1,9 +1,9 @@
-"""Sample grids for fixed prompts: one picture per point, with the same prompt and noise at the same place in each.
+"""Sample grids for fixed prompts: one image per point, with the same prompt and noise at the same place in each.
 
 RUN/samples/im000000512000.png     loggers: `samples/grid`, with the captions
 RUN/samples/captions.txt           one line per image, row by row from the left
 
-Of videos the grid has strips of frames. What moves lies beside it, see record/films.py.     loggers: `samples/film`
+Of videos the grid has strips of frames. The videos are next to it (run_folder/sample_videos.py).    loggers: `samples/videos`
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from composer import Logger
 from PIL import Image
 from torch import Tensor
 
-from cli.files import whole, write_whole
-from cli.masking import printable
-from record import films
-from record.metric_names import FILM, SAMPLES
+from common.files import atomic_path, write_atomic
+from common.masking import to_printable
+from run_folder import sample_videos
+from run_folder.metric_names import SAMPLES, VIDEOS
 
 GAP_PX = 2
 
 
-def grid_of(images: Sequence[Tensor]) -> Tensor:
+def make_grid(images: Sequence[Tensor]) -> Tensor:
     """# n x (3, H, W) uint8 -> (3, rows (H + gap) - gap, columns (W + gap) - gap) uint8, about square, gaps white."""
     from torchvision.utils import make_grid
 
@@ -37,7 +37,7 @@ def grid_of(images: Sequence[Tensor]) -> Tensor:
     return grid[:, GAP_PX:-GAP_PX, GAP_PX:-GAP_PX]
 
 
-def path_of(folder: Path, num_images: int) -> Path:
+def grid_path(folder: Path, num_images: int) -> Path:
     """Return where a run's grid lies. `num_images`: seen so far."""
     return folder / "samples" / f"im{num_images:012d}.png"
 
@@ -47,7 +47,7 @@ def write_grid(
     num_images: int,
     samples: Sequence[tuple[str, Tensor]],
     logger: Logger,
-    shown: Callable[[Sequence[tuple[str, Tensor]]], np.ndarray],
+    draw_grid: Callable[[Sequence[tuple[str, Tensor]]], np.ndarray],
     fps: float = 1.0,
 ) -> None:
     """Write one point's samples.
@@ -56,25 +56,25 @@ def write_grid(
         folder: of the run.
         num_images: images seen so far.
         samples: captions and images, (3, H, W) uint8, or videos, (3, F, H, W).
-        shown: makes the loggers' picture of them, uint8 (H, W, 3).
+        draw_grid: makes the loggers' image of them, uint8 (H, W, 3).
         fps: of videos, frames a second.
     """
     if not samples:
         return
-    path = path_of(folder, num_images)
+    path = grid_path(folder, num_images)
     if samples[0][1].ndim == 4:
-        for place, (_, video) in enumerate(samples):
-            films.write_mp4(path.with_suffix("") / f"{place:02d}.mp4", video, fps)
-        moments = zip(*[video.unbind(dim=1) for _, video in samples], strict=True)
-        in_motion = torch.stack([grid_of(frames) for frames in moments], dim=1)
-        write_whole(path.with_suffix(".gif"), films.gif_of(in_motion, fps))
-        logger.log_images(path.with_suffix(".gif"), name=FILM)  # see training/destinations.py
-        samples = [(caption, films.strip_of(video)) for caption, video in samples]
-    samples = [(printable(caption), image) for caption, image in samples]
-    grid = grid_of([image for _, image in samples])
+        for number, (_, video) in enumerate(samples):
+            sample_videos.write_mp4(path.with_suffix("") / f"{number:02d}.mp4", video, fps)
+        times = zip(*[video.unbind(dim=1) for _, video in samples], strict=True)
+        grid_video = torch.stack([make_grid(frames) for frames in times], dim=1)
+        write_atomic(path.with_suffix(".gif"), sample_videos.gif_of(grid_video, fps))
+        logger.log_images(path.with_suffix(".gif"), name=VIDEOS)  # see training/loggers.py
+        samples = [(caption, sample_videos.strip_of(video)) for caption, video in samples]
+    samples = [(to_printable(caption), image) for caption, image in samples]
+    grid = make_grid([image for _, image in samples])
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as temporary:
+    with atomic_path(path) as temporary:
         Image.fromarray(grid.permute(1, 2, 0).numpy()).save(temporary, format="png")
-    write_whole(path.with_name("captions.txt"), "".join(f"{caption}\n" for caption, _ in samples))
+    write_atomic(path.with_name("captions.txt"), "".join(f"{caption}\n" for caption, _ in samples))
     # Not as a table: for tables, W&B queries its server forever, even offline (seen with wandb 0.18.7).
-    logger.log_images(shown(samples), name=SAMPLES, channels_last=True, use_table=False)
+    logger.log_images(draw_grid(samples), name=SAMPLES, channels_last=True, use_table=False)

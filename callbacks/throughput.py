@@ -33,11 +33,11 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from cli import meeting
-from cli.limits import limited
+from common.value_types import limited
+from ranks import rendezvous
 
 CLOCKS = ("train", "data_wait", "eval", "other")
-OWN = ("forward", "data")
+RANK_TIMINGS = ("forward", "data")
 """What a rank does for itself, before it waits for the others: see training/health.py."""
 
 # Peak TFLOP/s of dense matrix products, by the name that torch.cuda.get_device_name() gives: NVIDIA's and AMD's data sheets,
@@ -76,15 +76,15 @@ class MeasureConfig:
     """The clocks and their windows."""
 
     window_batches: int = limited(10, 1)
-    """Batches per window. Each window gives one line of metrics.jsonl and one reading of the clocks."""
+    """Batches per window; each gives a line of metrics.jsonl."""
     warmup_batches: int = limited(10, 0)
-    """First batches of each start that are not measured."""
+    """First batches of each start, not measured."""
     peak_tflops: float | None = limited(None, 0.0, above=True)
-    """Peak TFLOP/s of one device, which MFU divides by. null: from the table of known GPUs."""
+    """Peak TFLOP/s of one device, for MFU. null: from a table of GPUs."""
     expected_images_per_sec: float | None = limited(None, 0.0, above=True)
-    """Speed over all ranks, used by --print_config to estimate the time. null: no estimate."""
+    """Speed of all ranks, from which --print_config estimates time. null: no estimate."""
     expected_record: str | None = None
-    """Record of this run on other GPUs, or a kind of GPU, as H200; --print_config reckons its speed from it. null: none."""
+    """Record on other GPUs, or H200, from which --print_config estimates speed. null: none."""
 
     def is_edge(self, batch: int) -> bool:
         """True if a window ends after this many batches of the run; the same in every start."""
@@ -102,9 +102,9 @@ class Throughput(Callback):
 
     Args:
         config: window, warm-up and peak.
-        flops_per_image: FLOP per image of a training step, see training/cost.py; None: it is not the same for all.
+        flops_per_image: FLOP per image of a training step, see training/memory.py; None: it is not the same for all.
         peak: TFLOP/s that MFU divides by, or None.
-        own_clocks: returns what this rank took for itself since the last call: forward passes, waits for its data, seconds.
+        rank_timing: returns what this rank took for itself since the last call: forward passes, waits for its data, seconds.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class Throughput(Callback):
         *,
         flops_per_image: float | None,
         peak: float | None,
-        own_clocks: Callable[[], tuple[float, float]] | None = None,
+        rank_timing: Callable[[], tuple[float, float]] | None = None,
     ):
         self.config = config
-        self.own_clocks = own_clocks
+        self.rank_timing = rank_timing
         self.flops_per_image = flops_per_image
         self.peak = config.peak_tflops or peak
         self.closed_window: dict[str, Any] | None = None
@@ -130,10 +130,10 @@ class Throughput(Callback):
         self._earlier_sec: float | None = 0.0
         self._is_restart = self._is_stopped = False
         self._window_batches = 0
-        self._is_disturbed = False
+        self._is_unmeasured = False
         self._images_before = 0
 
-    def go_on(self, images: int, *, earlier_sec: float | None, setup_sec: float) -> None:
+    def resume_clocks(self, images: int, *, earlier_sec: float | None, setup_sec: float) -> None:
         """Resume a run that was started before.
 
         Args:
@@ -145,7 +145,7 @@ class Throughput(Callback):
         self._total_sec, self._since = setup_sec, time.perf_counter()
 
     @property
-    def running(self) -> str:
+    def running_clock(self) -> str:
         """Which clock runs."""
         return self._running
 
@@ -200,9 +200,9 @@ class Throughput(Callback):
         finally:
             self._switch(before)
 
-    def disturb(self) -> None:
+    def mark_unmeasured(self) -> None:
         """Mark the current window as not measured: something slows its batches."""
-        self._is_disturbed = True
+        self._is_unmeasured = True
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         self._switch("other")
@@ -232,8 +232,8 @@ class Throughput(Callback):
             torch.cuda.synchronize()
         self._switch("other")
         # One gather per window: the slowest rank's clocks, the largest memory use, and each rank's own times.
-        own = (0.0, 0.0) if self.own_clocks is None else self.own_clocks()
-        readings = [*self._clocks.values(), peak_mem_gib(state.device.name == "gpu"), *own]
+        timings = (0.0, 0.0) if self.rank_timing is None else self.rank_timing()
+        readings = [*self._clocks.values(), read_peak_mem_gib(state.device.name == "gpu"), *timings]
         of_rank = state.device.tensor_to_device(torch.tensor(readings, dtype=torch.float64))
         of_ranks = torch.stack([*dist.all_gather(of_rank)]).cpu()
         *seconds, peak_gib = of_ranks[:, : len(CLOCKS) + 1].amax(dim=0).tolist()
@@ -243,7 +243,7 @@ class Throughput(Callback):
             "batch": state.timestamp.batch.value,
             "images": state.timestamp.sample.value,
             "warmup": self.num_batches - self._window_batches < self.config.warmup_batches,
-            "profiled": self._is_disturbed,
+            "profiled": self._is_unmeasured,
             "unfinished": unfinished,
             "window_batches": self._window_batches,
             "images_per_sec": images / clocks["train"],
@@ -251,13 +251,17 @@ class Throughput(Callback):
             "data_wait_frac": clocks["data_wait"] / (clocks["train"] + clocks["data_wait"]),
             **{f"{name}_sec": value for name, value in clocks.items()},
             "peak_mem_gib": peak_gib,
-            **({} if self.own_clocks is None else slowest_rank(of_ranks[:, -len(OWN) :].tolist(), meeting.hosts())),
+            **(
+                {}
+                if self.rank_timing is None
+                else find_slowest_rank(of_ranks[:, -len(RANK_TIMINGS) :].tolist(), rendezvous.rank_hosts())
+            ),
         }
         self.windows.append(self.closed_window)
         self._switch("other")
         self._clocks = dict.fromkeys(CLOCKS, 0.0)  # the reading itself is part of no window
         self._window_batches = 0
-        self._is_disturbed = False
+        self._is_unmeasured = False
         self._images_before = state.timestamp.sample.value
 
     def result(self) -> dict[str, Any]:
@@ -288,50 +292,50 @@ class Throughput(Callback):
             "seconds": train,
             "wall_seconds": wall_sec,
             "first_step_seconds": self.first_step_seconds,
-            **most_often_slowest(whole),
+            **find_most_often_slowest(whole),
         }
 
 
-def slowest_rank(of_ranks: Sequence[Sequence[float]], hosts: Sequence[str]) -> dict[str, Any]:
+def find_slowest_rank(of_ranks: Sequence[Sequence[float]], hosts: Sequence[str]) -> dict[str, Any]:
     """Return the rank that took longest over its own work in a window, what it took, and what the median of all did.
 
-    Of one rank nothing is said.
+    With one rank the result is empty.
 
     Args:
-        of_ranks: per rank, OWN in seconds.
+        of_ranks: per rank, RANK_TIMINGS in seconds.
         hosts: per rank, its machine.
     """
     if len(of_ranks) == 1:
         return {}
-    sums = [sum(own) for own in of_ranks]
+    sums = [sum(timings) for timings in of_ranks]
     rank = max(range(len(sums)), key=sums.__getitem__)
     medians = [statistics.median(column) for column in zip(*of_ranks, strict=True)]
-    over = [own - median for own, median in zip(of_ranks[rank], medians, strict=True)]
+    over = [timings - median for timings, median in zip(of_ranks[rank], medians, strict=True)]
     return {
         "slowest_rank": rank,
         "slowest_host": hosts[rank],
         "slowest_rank_sec": sums[rank],
         "median_rank_sec": statistics.median(sums),
-        "slowest_rank_in": OWN[over.index(max(over))],
+        "slowest_rank_in": RANK_TIMINGS[over.index(max(over))],
     }
 
 
-def most_often_slowest(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def find_most_often_slowest(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the rank that was slowest in most of the windows, in how many, and its time there over the median rank's."""
     named = [window for window in windows if window.get("slowest_rank") is not None and window["median_rank_sec"]]
     if not named:
         return {}
     (rank, host), num = Counter((w["slowest_rank"], w["slowest_host"]) for w in named).most_common(1)[0]
-    its = [w["slowest_rank_sec"] / w["median_rank_sec"] for w in named if w["slowest_rank"] == rank]
+    ratios = [w["slowest_rank_sec"] / w["median_rank_sec"] for w in named if w["slowest_rank"] == rank]
     return {
         "slowest_rank": rank,
         "slowest_host": host,
         "slowest_rank_windows": num,
-        "slowest_rank_over_median": statistics.median(its),
+        "slowest_rank_over_median": statistics.median(ratios),
     }
 
 
-def peak_mem_gib(on_gpu: bool) -> float:
+def read_peak_mem_gib(on_gpu: bool) -> float:
     """Return the peak memory: allocated by torch on a GPU, resident on a CPU (Linux gives KiB)."""
     if on_gpu:
         return torch.cuda.max_memory_allocated() / 2**30

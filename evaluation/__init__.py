@@ -1,4 +1,8 @@
-"""Prompts -> images -> FID and CLIP score; score tables and plots.
+"""All of eval.py's work: prompts -> images -> FID and CLIP score; sources, tables and plots of scores; validation, samples.
 
-training/ and everything above it import this room. It imports zoo/, record/, weights/ and the rooms below them.
+training/ and the rooms above import this one. It imports model.py, data.py, reports/ and the rooms below.
 """
+
+from common.command_help import answer_help_of_module
+
+answer_help_of_module(__name__)

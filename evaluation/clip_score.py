@@ -24,13 +24,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cli.files import read_regular
-from evaluation import shapes
-from evaluation.numerics import Float64Sums, ScoringNetwork, require_finite
+from common.files import read_regular
+from evaluation.scoring_networks import (
+    Float64Sums,
+    ScoringNetwork,
+    ShapesPair,
+    is_shapes_pair,
+    load_shapes_pair,
+    require_finite,
+)
 from weights.files import WeightsFile, open_weights
-from weights.hub import Need
-from weights.hub_names import place
-from weights.published import RANDOM, RANDOM_SEED, file_digest, fill
+from weights.hub import RequiredFiles
+from weights.hub_names import resolve_weights_path
+from weights.published import RANDOM, RANDOM_SEED, copy_weights, file_digest
 from weights.tensors import canonical_name, fingerprint
 
 ARCHITECTURES = {(1280, 1024): "ViT-H-14", (1024, 768): "ViT-L-14"}
@@ -43,10 +49,10 @@ TINY = {
 """open_clip's model config of the random pair; 49408 is its tokenizer's vocabulary."""
 PLAIN = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu"}
 """The keys of a model config for open_clip's class CLIP."""
-CONFIG_FILE = "open_clip_config.json"  # published beside the weights; has model_cfg and preprocess_cfg
-NEED = Need(
-    one_of=("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
-    more=(CONFIG_FILE,),
+CONFIG_FILE = "open_clip_config.json"  # published next to the weights; has model_cfg and preprocess_cfg
+REQUIRED_FILES = RequiredFiles(
+    single_file_names=("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
+    optional_files=(CONFIG_FILE,),
     instead="leave eval.clip out",
 )
 TEXTS_A_PASS = 64
@@ -60,15 +66,12 @@ class CLIPScore(Float64Sums):
         in_half: round features, cosines and mean to float16, as MLPerf's reference does: numpy averages its float16 array.
     """
 
-    higher_is_better = True
     n: Tensor
     sum: Tensor
 
-    def __init__(self, *, in_half: bool = False, **kwargs: Any):
-        super().__init__(**kwargs)
+    def __init__(self, *, in_half: bool = False):
+        super().__init__(n=(), sum=())
         self.in_half = in_half
-        self.add_state("n", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(
         self, image_features: Tensor, text_features: Tensor, ids: Sequence[int | str] | Tensor | None = None
@@ -124,9 +127,9 @@ class ClipPair(ScoringNetwork):
         """
         from torchvision.transforms.functional import to_pil_image
 
-        pictures = (images * 255).to(torch.uint8).cpu()
+        pixels = (images * 255).to(torch.uint8).cpu()
         with ThreadPoolExecutor(THREADS) as pool:
-            return torch.stack(list(pool.map(lambda picture: self.transform(to_pil_image(picture)), pictures)))
+            return torch.stack(list(pool.map(lambda image: self.transform(to_pil_image(image)), pixels)))
 
     def encode_images(self, images: Tensor) -> Tensor:
         """Return features of length 1, (B, E) float32; `images`: (B, 3, H, W) in [0, 1]."""
@@ -148,16 +151,15 @@ class ClipPair(ScoringNetwork):
         return torch.stack([self._texts[caption] for caption in captions]).to(self.device)
 
 
-def load_clip(weights: str | Path, random_config: Mapping[str, Any] = TINY) -> ClipPair | shapes.ShapesPair:
+def load_clip(weights: str | Path, random_config: Mapping[str, Any] = TINY) -> ClipPair | ShapesPair:
     """Build a pair on the CPU, without any download.
 
     Args:
         weights: a file with OpenCLIP's state dict (open_clip_pytorch_model.bin, .safetensors, or any file of torch.save), or
-            the name of one on the hub that was fetched;
-            "random", for tests and trials; or the miniature's pair (evaluation/shapes.py). open_clip_config.json beside the
-            file names the architecture and the normalisation of images. Without it: ViT-H-14 or ViT-L-14, recognised by the
-            weights' shapes, with OpenAI's normalisation and GELU. (Weights trained with QuickGELU need that file; the shapes
-            do not show it.)
+            the name of one on the hub that was fetched; "random", for tests and trials; or the miniature's pair
+            (`ShapesPair`). open_clip_config.json next to the file names the architecture and the normalization of images.
+            Without it: ViT-H-14 or ViT-L-14, recognized by the weights' shapes, with OpenAI's normalization and GELU.
+            (Weights trained with QuickGELU need that file; the shapes do not show it.)
         random_config: open_clip's model config of the random pair.
 
     Raises:
@@ -166,40 +168,40 @@ def load_clip(weights: str | Path, random_config: Mapping[str, Any] = TINY) -> C
     if str(weights) == RANDOM:
         built = _build(random_config, {})
         return ClipPair(built, "random-CLIP", fingerprint(built[0]))
-    path = place(weights)
+    path = resolve_weights_path(weights)
     file = open_weights(path)
-    if shapes.is_pair(file):
-        return shapes.load_pair(file)
-    config, preprocess = _config_beside(path) or (_told_by_shapes(file), {})
+    if is_shapes_pair(file):
+        return load_shapes_pair(file)
+    config, preprocess = _read_config(path) or (_config_from_shapes(file), {})
     built, name = _build(config, preprocess), _name_of(config)
-    fill(built[0], file, f"OpenCLIP's {name}")
+    copy_weights(built[0], file, f"OpenCLIP's {name}")
     return ClipPair(built, name, file_digest(path, "sha256"))
 
 
-def _config_beside(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """Return the model and its preprocessing from the config beside a weights file, or None."""
-    beside = path.with_name(CONFIG_FILE)
-    if not beside.is_file():
+def _read_config(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Return the model and its preprocessing from the config next to a weights file, or None."""
+    config_path = path.with_name(CONFIG_FILE)
+    if not config_path.is_file():
         return None
     try:
-        config = json.loads(read_regular(beside))
+        config = json.loads(read_regular(config_path))
         return dict(config["model_cfg"]), dict(config.get("preprocess_cfg", {}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = "cannot be read: it has to be JSON with model_cfg and preprocess_cfg. Fetch it again, or remove it"
-        raise ValueError(f"{beside}: {what}.") from error
+        raise ValueError(f"{config_path}: {what}.") from error
 
 
-def _told_by_shapes(file: WeightsFile) -> Mapping[str, Any]:
+def _config_from_shapes(file: WeightsFile) -> Mapping[str, Any]:
     import open_clip
 
     sizes = {canonical_name(name): shape for name, (_, shape) in file.entries.items()}
     image, text = sizes.get("visual.conv1.weight", (0,)), sizes.get("token_embedding.weight", (0,))
     name = ARCHITECTURES.get((image[0], text[-1]))
     if name is None:
-        given = f"{file.path}: its image tower is {image[0]} and its text tower {text[-1]} wide (0: there is none)"
+        widths = f"{file.path}: its image tower is {image[0]} and its text tower {text[-1]} wide (0: there is none)"
         known = ", ".join(f"{name} ({image}, {text})" for (image, text), name in ARCHITECTURES.items())
         raise ValueError(
-            f"{given}. Known by its shapes: {known}. For another one put its {CONFIG_FILE} beside the file."
+            f"{widths}. Known by its shapes: {known}. For another one put its {CONFIG_FILE} next to the file."
         )
     config = open_clip.get_model_config(name)
     assert config is not None
@@ -228,5 +230,5 @@ def _build(config: Mapping[str, Any], preprocess: Mapping[str, Any]) -> tuple[nn
         settings = merge_preprocess_dict(PreprocessCfg(size=size), dict(preprocess))
         return network, image_transform_v2(PreprocessCfg(**settings), is_train=False), config["embed_dim"]
     except Exception as error:  # for an invalid config, its dataclasses and modules raise errors of many types
-        given = f"CLIP architecture: a config of {', '.join(config)} cannot be built ({type(error).__name__}: {error})"
-        raise ValueError(f"{given}. Possible: those of open_clip's plain pairs, e.g. of ViT-L-14-quickgelu.") from error
+        text = f"CLIP architecture: a config of {', '.join(config)} cannot be built ({type(error).__name__}: {error})"
+        raise ValueError(f"{text}. Possible: those of open_clip's plain pairs, e.g. of ViT-L-14-quickgelu.") from error

@@ -1,5 +1,6 @@
 """Frechet inception distance from running sums: the memory does not grow with the number of images.
 
+    extractor = load_inception("pt_inception-2015-12-05-6726825d.pth").to(device)
     sums = FeatureSums(2048)
     for ...: sums.update(extractor(images), ids)
     distance = frechet_distance(sums.compute(), read_statistics("val2014_30k_stats.npz", 2048))
@@ -11,7 +12,7 @@ and `sigma`.
 Kernel inception distance is not offered: from sums alone, its cubic kernel needs third moments, D^3 numbers (69 GB at
 D = 2048).
 
-Shapes: B batch, D features, e.g. 2048.
+Shapes: B batch, H W height and width in px, D features, 2048 for Inception.
 """
 
 from __future__ import annotations
@@ -20,14 +21,21 @@ import math
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
 
-from cli.files import whole
-from evaluation.numerics import Extractor, Float64Sums, require_finite
+from common.files import atomic_path
+from evaluation.scoring_networks import Extractor, Float64Sums, is_shapes_reader, load_shapes_reader, require_finite
+from weights.files import open_weights
+from weights.hub import RequiredFiles
+from weights.hub_names import resolve_weights_path
+from weights.published import RANDOM, RANDOM_SEED, copy_weights, file_digest
+from weights.tensors import fingerprint
 
 BLOCK = 256  # columns multiplied at once; 128 to 512 are fast on a CPU
 FLOAT32_ROUNDING = 1e-5  # relative to the largest value: error allowed in a covariance computed in float32
@@ -36,7 +44,7 @@ AGAIN = "Make the file again: python -m prepare.fid_statistics."
 
 
 class Statistics(NamedTuple):
-    """Mean and covariance of features. Not a dataclass: torchmetrics refuses a frozen one as a metric's value."""
+    """Mean and covariance of features."""
 
     mean: np.ndarray
     """(D,) float64."""
@@ -99,7 +107,7 @@ def write_statistics(path: str | Path, statistics: Statistics, facts: Mapping[st
         raise ValueError(f"{path}: is not written: {problem}")
     count = {} if num_images is None else {"num_images": num_images}
     path = Path(path).expanduser()
-    with whole(path) as temporary, open(temporary, "wb") as file:
+    with atomic_path(path) as temporary, open(temporary, "wb") as file:
         np.savez(file, allow_pickle=False, mu=mean, sigma=covariance, **count, **facts)
 
 
@@ -147,16 +155,12 @@ class FeatureSums(Float64Sums):
         num_features: D.
     """
 
-    higher_is_better = False
     n: Tensor
     sum: Tensor
     outer: Tensor
 
-    def __init__(self, num_features: int, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.add_state("n", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("sum", torch.zeros(num_features, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("outer", torch.zeros(num_features, num_features, dtype=torch.float64), dist_reduce_fx="sum")
+    def __init__(self, num_features: int):
+        super().__init__(n=(), sum=(num_features,), outer=(num_features, num_features))
 
     def update(self, features: Tensor, ids: Sequence[int | str] | Tensor | None = None) -> None:
         """Add a batch.
@@ -212,8 +216,8 @@ def reference_for(path: str | Path, extractor: Extractor) -> Statistics:
         _factor(statistics.covariance)
     except ValueError as error:
         raise ValueError(f"{path}: {str(error).removeprefix('FID: ')}") from error
-    own = {"extractor": extractor.name, "fingerprint": extractor.fingerprint, "resize": extractor.resize}
-    for key, ours in own.items():
+    of_extractor = {"extractor": extractor.name, "fingerprint": extractor.fingerprint, "resize": extractor.resize}
+    for key, ours in of_extractor.items():
         if made.get(key, ours) != ours:
             text = f"{path} was made with the {key} {made[key]}, this evaluation has {ours}"
             raise ValueError(f"eval.statistics: {text}. Make it again, or use eval.inception and eval.resize as then.")
@@ -232,8 +236,8 @@ def frechet_distance(a: Statistics, b: Statistics) -> float:
         ValueError: different numbers of features, a matrix that is not a covariance, or values too large for the distance.
     """
     if a.mean.shape != b.mean.shape:
-        given = f"FID: statistics of {len(a.mean)} and of {len(b.mean)} features"
-        raise ValueError(f"{given}. Possible: of the same image network. Make both with one.")
+        text = f"FID: statistics of {len(a.mean)} and of {len(b.mean)} features"
+        raise ValueError(f"{text}. Possible: of the same image network. Make both with one.")
     difference = a.mean - b.mean
     product = _factor(a.covariance).T @ _factor(b.covariance)  # (rank of A, rank of B)
     overlap = torch.linalg.svdvals(product).sum().item() if product.isfinite().all() else math.inf
@@ -253,7 +257,110 @@ def _factor(covariance: np.ndarray) -> Tensor:  # (D, D) -> (D, rank)
         return lower
     values, vectors = torch.linalg.eigh(matrix)  # in ascending order
     if values[0] < -FLOAT32_ROUNDING * values[-1].abs():
-        given = f"FID: a covariance has the eigenvalue {values[0]:.6g}, the largest is {values[-1]:.6g}"
-        raise ValueError(f"{given}. A covariance has none below 0. Make these statistics again.")
-    is_kept = values > values[-1] * len(values) * torch.finfo(values.dtype).eps  # the rest is rounding error
-    return vectors[:, is_kept] * values[is_kept].sqrt()
+        text = f"FID: a covariance has the eigenvalue {values[0]:.6g}, the largest is {values[-1]:.6g}"
+        raise ValueError(f"{text}. A covariance has none below 0. Make these statistics again.")
+    is_significant = values > values[-1] * len(values) * torch.finfo(values.dtype).eps  # the rest is rounding error
+    return vectors[:, is_significant] * values[is_significant].sqrt()
+
+
+# --- the image network of FID ---
+#
+# Two ways of resizing an image to the network's 299 x 299 px are in use. They give different scores:
+#
+#     bilinear299   MLPerf's reference: the decoder's float32 output, bilinear without antialias
+#     bicubic256    NVIDIA's submissions: rounded to 8 bits, then PIL's bicubic to 256 x 256 px; then as above
+
+Resize = Literal["bilinear299", "bicubic256"]
+
+PUBLISHED = "inception-2015-12-05"
+PUBLISHED_FILE = "pt_inception-2015-12-05-6726825d.pth"  # of pytorch-fid's release fid_weights, 92 MB
+PUBLISHED_SHA1 = "bd836944fd6db519dfd8d924aa457f5b3c8357ff"
+# No repository on the hub is pytorch-fid's own; a copy is known by the first digits of its SHA-256, which its name has.
+REQUIRED_FILES = RequiredFiles(
+    single_file_names=(PUBLISHED_FILE,), instead="leave eval.inception and eval.statistics out"
+)
+NUM_CLASSES, NUM_FEATURES = 1008, 2048
+SIDE_PX, FIRST_SIDE_PX = 299, 256
+
+
+class Inception(Extractor):
+    """FID's Inception up to its last average pool. Made by `load_inception`."""
+
+    def __init__(self, network: nn.Module, name: str, fingerprint: str, resize: Resize):
+        super().__init__(network, name, fingerprint, NUM_FEATURES)
+        self.resize = resize
+
+    def __call__(self, images: Tensor) -> Tensor:  # (B, 3, H, W) in [0, 1] -> (B, 2048)
+        """Return the features in float32 or float16, as `precision` says. An outer autocast has no effect."""
+        assert images.ndim == 4 and images.shape[1] == 3, f"{tuple(images.shape)} is not (B, 3, H, W)"
+        with self.computing():
+            if self.resize == "bicubic256":
+                images = pil_bicubic(images, FIRST_SIDE_PX)
+            images = images.to(self.device, torch.float16 if self.precision == "fp16" else torch.float32)
+            images = F.interpolate(images, (SIDE_PX, SIDE_PX), mode="bilinear", align_corners=False, antialias=False)
+            return self.network(2 * images - 1)
+
+
+def load_inception(weights: str | Path, resize: Resize = "bilinear299") -> Extractor:
+    """Build Inception, or the miniature's image network (which does not resize), on the CPU.
+
+    Args:
+        weights: path of pytorch-fid's file, or its name on the hub where it was fetched, checked by its SHA-1; "random",
+            for tests and trials (scaled so that signals keep their size through the layers, otherwise meaningless); or the
+            miniature's reader (`ReaderFeatures`).
+
+    Raises:
+        ValueError: no such file, another file, or an unknown `resize`.
+    """
+    if resize not in get_args(Resize):
+        raise ValueError(f"resize: '{resize}' is not known. Possible: {', '.join(get_args(Resize))}.")
+    if str(weights) == RANDOM:
+        network = _random_network()
+        network.fc = nn.Identity()
+        return Inception(network, "random-inception", fingerprint(network), resize)
+    path = resolve_weights_path(weights)
+    file = open_weights(path)
+    if is_shapes_reader(file):
+        return load_shapes_reader(file)
+    digest = file_digest(path, "sha1")
+    if digest != PUBLISHED_SHA1:
+        text = f"{path}: its SHA-1 is {digest}, that of {PUBLISHED_FILE} is {PUBLISHED_SHA1}"
+        todo = "FID is defined by that file alone: fetch it again: python -m prepare.downloads inception"
+        raise ValueError(f"{text}. {todo}.")
+    network = _build()
+    copy_weights(network, file, "FID's Inception")
+    network.fc = nn.Identity()
+    return Inception(network, PUBLISHED, digest, resize)
+
+
+def _build() -> nn.Module:
+    """Build the network with its classifier; the caller loads the weights.
+
+    It is torchvision's Inception3 with other average pools in three kinds of blocks, as in
+    pytorch_fid.inception.fid_inception_v3. That function cannot be called because it downloads weights.
+    """
+    from pytorch_fid.inception import FIDInceptionA, FIDInceptionC, FIDInceptionE_1, FIDInceptionE_2
+    from torchvision.models import inception as parts
+
+    blocks = [parts.BasicConv2d, FIDInceptionA, parts.InceptionB, FIDInceptionC, parts.InceptionD, FIDInceptionE_1]
+    blocks += [parts.InceptionAux]
+    network = parts.Inception3(num_classes=NUM_CLASSES, aux_logits=False, init_weights=False, inception_blocks=blocks)
+    network.Mixed_7c = FIDInceptionE_2(network.fc.in_features)
+    return network
+
+
+def _random_network() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(RANDOM_SEED)
+        network = _build()
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d):  # torch's own initialization halves the signal at each of 20 layers
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+    return network
+
+
+def pil_bicubic(images: Tensor, side_px: int) -> Tensor:  # [0, 1] (B, 3, H, W) -> [0, 1] (B, 3, side, side), on the CPU
+    """Convert images to 8 bits, as `to_pil_image` does, and resize each by PIL's bicubic; the aspect ratio is not kept."""
+    pixels = (images * 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    resized = [Image.fromarray(one).resize((side_px, side_px), Image.Resampling.BICUBIC) for one in pixels]
+    return torch.from_numpy(np.stack([np.asarray(one) for one in resized])).permute(0, 3, 1, 2) / 255

@@ -1,7 +1,7 @@
-"""Read a folder's images for an evaluation: sorted by name, decoded, in batches of equal size.
+"""A folder of images: which files are listed, and how they are decoded and batched.
 
 EXIF rotation and color profiles are ignored and transparency is dropped, as in pytorch-fid, so that both give a folder the
-same statistics. So `stages.images.decode_image` is not for these: it applies all three.
+same statistics. So `mds.images.decode_image` is not for these: it applies all three.
 
 Shapes: B batch, H W height and width in px.
 """
@@ -19,11 +19,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cli.files import read_regular
-from stages.image_files import FORMATS, IMAGE_SUFFIXES, MAX_PIXELS, open_image
+from common.files import read_regular
+from mds.images import FORMATS, IMAGE_SUFFIXES, MAX_PIXELS, open_image
 
 SUFFIXES = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
-UNREADABLE = "cannot be read as an image"
 
 
 def list_images(folder: str | Path) -> list[Path]:
@@ -58,9 +57,9 @@ def read_image(path: Path, size_px: int | None = None) -> Tensor:  # -> uint8 (3
         with open_image(read_regular(path)) as image:
             rgb = image.convert("RGB")
     except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
-        said = str(error).replace(f": {str(path)!r}", "")
+        reason = str(error).replace(f": {str(path)!r}", "")
         raise ValueError(
-            f"{path}: {UNREADABLE} ({type(error).__name__}: {said}). Possible: whole files of at most "
+            f"{path}: cannot be read as an image ({type(error).__name__}: {reason}). Possible: whole files of at most "
             f"{MAX_PIXELS:,} pixels, of {', '.join(FORMATS)}. Fetch it again, or take it out of the folder."
         ) from error
     if size_px is not None:
@@ -82,26 +81,27 @@ def image_batches(
     """
     batch: list[tuple[Path, Tensor]] = []
     with ThreadPoolExecutor(workers) as pool:
-        rest = iter(paths)
+        waiting = iter(paths)
         ahead: deque[tuple[Path, Future[Tensor]]] = deque()
         try:
             while True:
                 ahead.extend(
-                    (path, pool.submit(read_image, path, size_px)) for path in islice(rest, 2 * batch_size - len(ahead))
+                    (path, pool.submit(read_image, path, size_px))
+                    for path in islice(waiting, 2 * batch_size - len(ahead))
                 )
                 if not ahead:
                     break
                 path, image = ahead.popleft()
                 if batch and (len(batch) == batch_size or batch[0][1].shape != image.result().shape):
-                    yield _stacked(batch)
+                    yield _stack(batch)
                     batch = []
                 batch.append((path, image.result()))
         finally:
             pool.shutdown(cancel_futures=True)  # after an error, cancel decoding ahead
     if batch:
-        yield _stacked(batch)
+        yield _stack(batch)
 
 
-def _stacked(batch: list[tuple[Path, Tensor]]) -> tuple[list[Path], Tensor]:
+def _stack(batch: list[tuple[Path, Tensor]]) -> tuple[list[Path], Tensor]:
     paths, images = zip(*batch, strict=True)
     return list(paths), torch.stack(images)

@@ -1,4 +1,4 @@
-"""Scores as pictures: FID against CLIP score over guidance, and both over the images seen.
+"""Plots of scores: FID against CLIP score over guidance, and both over the images seen.
 
     python -m evaluation.plots runs/NAME/eval.jsonl OUT.png                          # a table of eval.py
     python -m evaluation.plots A.json B.json OUT.png target.fid=60 target.clip=0.8   # records of bench.ladder
@@ -15,22 +15,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.command import command
-from cli.errors import Refused
-from cli.files import read_json
-from evaluation.score_table import Row, read_rows
+from common.command import command
+from common.errors import Refused
+from common.files import read_json
+from evaluation.table import Row, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-APART: tuple[str, ...] = ("model", "model_id", "snapshot", "weights", "guidance", "sampler", "steps", "eval_image_size")
-APART += ("precision", "eval_precision", "resize")
-"""What has a line of its own in a picture; model_id tells two models of one name apart."""
+LINE_KEYS = (
+    *("model", "model_id", "snapshot", "weights", "guidance", "sampler", "steps", "eval_image_size"),
+    *("precision", "eval_precision", "resize"),
+)
+"""Rows that differ in one of these have separate lines in a plot; model_id tells two models of one name apart."""
 DPI = 120
 COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
 
 
-def draw_guidance(rows: Sequence[Row], path: Path) -> None:
+def plot_guidance(rows: Sequence[Row], path: Path) -> None:
     """Draw FID (down is better) over CLIP score (right is better) over guidance, a line a model and snapshot."""
 
     def draw(axes: Axes) -> None:
@@ -39,18 +41,18 @@ def draw_guidance(rows: Sequence[Row], path: Path) -> None:
             clip, fid = [row["clip"] for row in points], [row["fid"] for row in points]
             axes.plot(clip, fid, marker="o", label=label, color=colour)
             for row in points:
-                place = (row["clip"], row["fid"])
-                axes.annotate(f"{row['guidance']:g}", place, textcoords="offset points", xytext=(5, 5), fontsize=8)
+                point = (row["clip"], row["fid"])
+                axes.annotate(f"{row['guidance']:g}", point, textcoords="offset points", xytext=(5, 5), fontsize=8)
         axes.set_xlabel("CLIP score (mean cosine)")
         axes.set_ylabel("FID")
 
     _draw([draw], path, _title(rows, "guidance at each point"))
 
 
-def draw_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float | None] | None = None) -> None:
-    """Draw FID and CLIP score over the images seen, a line a model and guidance, the target as a dashed grey line.
+def plot_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float | None] | None = None) -> None:
+    """Draw FID (on a log axis) and CLIP score over the images seen, a line a model and guidance, the target as a dashed line.
 
-    A model whose images seen are not known, such as others' weights, is a dashed line across, at its score.
+    A model whose images seen are not known, such as published weights, is a dashed line across, at its score.
     """
 
     def over_images(axes: Axes, key: str, label: str) -> None:
@@ -64,6 +66,8 @@ def draw_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float
                 axes.axhline(row[key], linestyle=(0, (6, 2)), color=colour, label=f"{name}: {row[key]:.3g}")
         if target and (wanted := target.get(key)) is not None:
             axes.axhline(wanted, linestyle="--", color="#666666", label=f"target {wanted:g}")
+        if key == "fid":
+            _set_log_scale(axes)
         axes.set_xlabel("images seen")
         axes.set_ylabel(label)
 
@@ -76,13 +80,13 @@ def draw_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float
 
 
 def lines_of(rows: Sequence[Row], along: str) -> list[tuple[str, list[Row]]]:
-    """Return (label, rows) for each line of a picture: one model, in one way, and only what it is drawn along differs."""
-    keys = [key for key in APART if key != along]
-    found: dict[tuple[str, ...], list[Row]] = {}
+    """Return (label, rows) for each line of a plot: one model and its settings, of which only `along` differs."""
+    keys = [key for key in LINE_KEYS if key != along]
+    lines: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(str(row.get(key)) for key in keys), []).append(row)
-    differing = {key for key, values in zip(keys, zip(*found, strict=True), strict=True) if len(set(values)) > 1}
-    if len({line[:2] for line in found}) == len({line[0] for line in found}):
+        lines.setdefault(tuple(str(row.get(key)) for key in keys), []).append(row)
+    differing = {key for key, values in zip(keys, zip(*lines, strict=True), strict=True) if len(set(values)) > 1}
+    if len({line[:2] for line in lines}) == len({line[0] for line in lines}):
         differing.discard("model_id")  # the names tell them apart
 
     def label(row: Row) -> str:
@@ -92,7 +96,16 @@ def lines_of(rows: Sequence[Row], along: str) -> list[tuple[str, list[Row]]]:
             words["snapshot"] = f"{row['images']:,} images"
         return ", ".join(words[key] for key in keys if key in words and (key == "model" or key in differing))
 
-    return [(label(of_line[0]), of_line) for of_line in found.values()]
+    return [(label(of_line[0]), of_line) for of_line in lines.values()]
+
+
+def _set_log_scale(axes: Axes) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _title(rows: Sequence[Row], more: str) -> str:
@@ -127,14 +140,14 @@ def _draw(panels: Sequence[Any], path: Path, title: str) -> None:
         figure.savefig(path, dpi=DPI, metadata={"Software": None})  # the same bytes from the same rows
 
 
-@command(__doc__)
+@command()
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     targets = {word.partition("=")[0]: word.partition("=")[2] for word in argv if word.startswith("target.")}
     *sources, out = [Path(word) for word in argv if not word.startswith("target.")] or [Path()]
     if not sources or out.suffix != ".png" or not {*targets} <= {"target.fid", "target.clip"}:
-        ways = "SCORES.jsonl or RECORD.json, one OUT.png, target.fid=NUMBER, target.clip=NUMBER"
-        raise Refused(f"command line: {' '.join(argv)}. Possible: {ways}.")
+        possible = "SCORES.jsonl or RECORD.json, one OUT.png, target.fid=NUMBER, target.clip=NUMBER"
+        raise Refused(f"command line: {' '.join(argv)}. Possible: {possible}.")
     rows: list[Row] = []
     try:
         for source in sources:
@@ -143,12 +156,12 @@ def main(argv: Sequence[str]) -> int:
         if not rows:
             raise ValueError("it has no scores")
         if len({row["guidance"] for row in rows}) > 1:
-            draw_guidance(rows, out)
+            plot_guidance(rows, out)
         else:
-            draw_over_images(rows, out, {key.removeprefix("target."): float(value) for key, value in targets.items()})
+            plot_over_images(rows, out, {key.removeprefix("target."): float(value) for key, value in targets.items()})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        given = f"{source}: cannot be drawn ({type(error).__name__}: {error})"
-        raise Refused(f"{given}. Give eval.jsonl of eval.py, or a record of bench.ladder.") from error
+        text = f"{source}: cannot be drawn ({type(error).__name__}: {error})"
+        raise Refused(f"{text}. Give eval.jsonl of eval.py, or a record of bench.ladder.") from error
     print(f"written: {out}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Checks before a run starts (configuration, machine, stage), and its plan: memory, compute and time.
+"""Checks before a run starts (configuration, machine, dataset), and its plan: memory, compute and time.
 
-benchmark.py, eval.py, prepare/ and bench/ import this room. It imports training/ and the rooms below it.
+benchmark.py, eval.py, prepare/, bench/ and sweeps/ import this room. It imports scaling/, training/ and the rooms below.
 """

@@ -1,7 +1,7 @@
 """The checks before a run, one list: `python -m prepare.doctor` prints all; each start, and --print_config, has some of them.
 
 A check yields findings: OK, warning (the run starts, but may not do what you want) or error (it would fail), and what to do.
-It changes nothing. Checks share a `Case`. Those of keys are in preflight/run.py and the sections.
+It changes nothing. Checks share a `CheckedRun`. Those of keys are in preflight/config_checks.py and the sections.
 Memory is in GiB (2**30 bytes).
 """
 
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import io
+import math
 import os
 import shutil
 import sys
@@ -23,42 +24,39 @@ import torch
 from composer.utils import dist
 from packaging.requirements import Requirement
 from packaging.version import Version
-from streaming.base.util import bytes_to_int
 
-from cli.command_line import Problem
-from cli.errors import ConfigError
-from cli.memory import host_bytes
-from config import count
+from checkpointing.files import FULL, WEIGHTS, find_damage, is_whole, list_checkpoints
+from checkpointing.sharded import count_file_bytes
+from common.command_line import Problem
+from common.errors import ConfigError
+from common.files import nearest_existing, write_problem
+from common.host_memory import read_host_bytes
+from common.value_types import ImageSize, bytes_to_int
+from config import pluralize
 from data import DataConfig
-from preflight import limits
-from preflight.run import (
+from families import load_family
+from families.encoders import RANDOM, ModelConfig, default_weights, list_hub_weights
+from families.mlperf import find_logged_benchmark
+from mds import loader
+from mds.dataset import Dataset
+from mds.mixture import StreamConfig, count_epoch_samples, resolve_streams
+from mds.order import order_memory_gib
+from preflight.config_checks import (
     MEMORY_KEYS,
-    OrderNeed,
-    batch_gib,
     closed_data_problems,
-    cost_of,
+    expected_metadata,
     num_batches,
-    order_need,
-    planned_microbatch,
     quick_problems,
-    ranks_on_device,
-    savings,
-    smaller_states,
-    wanted_of_stage,
 )
-from record.checkpoint_files import FULL, WEIGHTS, fault, is_whole, listed
-from stages import batch_memory, shared_memory
-from stages.dataset import Stage
-from stages.mixture import StreamConfig, opened
-from stages.shared_memory import is_held
-from training import cost
-from training.device import missing_gpus
-from training.published import as_begun
-from training.resume import check_begun
-from training.run_config import RunConfig, needs_encoders, resolve
+from preflight.plan import planned_microbatch, ranks_on_device, savings, smaller_states
+from ranks import collectives
+from run_folder.history import is_held
+from training import memory, sharding
+from training.builders import apply_saved_settings, build_start_settings, measure_step_cost
+from training.config import RunConfig, needs_encoders, resolve
+from training.start import check_begun
+from training.trainer import missing_gpus
 from weights import hub
-from zoo import load_family
-from zoo.encoders import RANDOM, on_hub, own_weights
 
 OK, WARNING, ERROR = "OK", "warning", "error"
 
@@ -67,7 +65,7 @@ OK, WARNING, ERROR = "OK", "warning", "error"
 class Finding:
     """What a check found: `level` is OK, warning or error; `keys` of the configuration that it depends on.
 
-    An error of a start says where it is: a key, or the check's name.
+    An error of a start names its place: a key, or the check's name.
     """
 
     level: str
@@ -86,49 +84,54 @@ NOT_CHECKED = Finding(WARNING, "not checked: it depends on an error above. Fix t
 
 
 @dataclass
-class Case:
+class CheckedRun:
     """The run being checked, and results that several checks use."""
 
     config: RunConfig
-    reads_stages: bool = True
+    reads_datasets: bool = True
     """False: not this rank, or no store has answered yet."""
-    opened: list[tuple[StreamConfig, Stage]] = field(default_factory=list)
-    """Each stage that `check_store` has read."""
+    streams: list[tuple[StreamConfig, Dataset]] = field(default_factory=list)
+    """Each dataset that `check_store` has read, with its stream."""
 
     @functools.cached_property
-    def of_data(self) -> list[tuple[str, str]]:
-        """(key, message): the sections `data` and `validation`, against their stages if these are read."""
-        config, wanted = self.config, wanted_of_stage(self.config)
-        if not self.reads_stages:
+    def data_problems(self) -> list[tuple[str, str]]:
+        """(key, message): the sections `data` and `validation`, against their datasets if these are read."""
+        config = self.config
+        wanted = expected_metadata(config.model, config.data, config.size)
+        if not self.reads_datasets:
             return dataclasses.replace(config.data, synthetic=True).problems(config.global_batch_size, *wanted)
-        found = config.data.problems(config.global_batch_size, *wanted)
-        return found + config.validation.problems(config.data, *wanted)
+        problems = config.data.problems(config.global_batch_size, *wanted)
+        return problems + config.validation.problems(config.data, *wanted)
 
     @functools.cached_property
     def problems(self) -> list[Problem]:
-        """Those of the keys, also against the stages."""
-        found = quick_problems(self.config, self.of_data)
-        return found + (closed_data_problems(self.config) if self.reads_stages else [])
+        """Those of the keys, also against the datasets."""
+        config, problems = self.config, quick_problems(self.config, self.data_problems)
+        if self.reads_datasets:
+            benchmark = find_logged_benchmark(config.model.family, config.model.variant)
+            problems += closed_data_problems(config.mlperf, benchmark, config.data, config.validation)
+        return problems
 
     @functools.cached_property
     def resolved(self) -> RunConfig | None:
         """The configuration with null replaced by its values; None: its problems make that impossible."""
-        others = [problem.keys for problem in self.problems if not WEIGHTS_KEYS.intersection(problem.keys)]
-        if any(key in MEMORY_KEYS for keys in others for key in keys):
+        other_keys = [problem.keys for problem in self.problems if not WEIGHTS_KEYS.intersection(problem.keys)]
+        if any(key in MEMORY_KEYS for keys in other_keys for key in keys):
             return None
         with contextlib.suppress(ValueError):  # reported as a problem
             return resolve(self.config)
         return None
 
     @functools.cached_property
-    def cost(self) -> cost.Cost:
+    def cost(self) -> memory.Cost:
         assert self.resolved is not None
-        return cost_of(self.resolved)
+        return measure_step_cost(self.resolved)
 
     @functools.cached_property
     def num_batches(self) -> int | None:
-        """Batches of the run; None: unknown, since its stages cannot be read."""
-        return num_batches(self.config, reads_stages=self.reads_stages)
+        """Batches of the run; None: unknown, since its datasets cannot be read."""
+        config, reads = self.config, self.reads_datasets
+        return num_batches(config.max_duration, config.global_batch_size, config.data, reads_datasets=reads)
 
     @property
     def workers(self) -> int:
@@ -162,18 +165,18 @@ def check_versions(*, wandb: bool) -> Findings:
     lock, bounds, newest = "requirements.lock", _bounds("requirements.txt"), _bounds("requirements/newest.txt")
     if any(Version(_installed("torch") or "0") >= Version(pin.version) for pin in newest["torch"][0].specifier):
         lock, bounds = "requirements/newest.lock", bounds | newest
-    here, install = [], f"Install what was tested: pip install --no-deps -r {lock}"
+    installed, install = [], f"Install what was tested: pip install --no-deps -r {lock}"
     for name in (*PACKAGES, *(["wandb"] if wandb else [])):
         if (version := _installed(name)) is None:
             yield Finding(ERROR, f"{name} is not installed. {install}")
             continue
-        here.append(f"{name} {version}")
+        installed.append(f"{name} {version}")
         bound, reason = bounds[name]
         if not bound.specifier.contains(version, prereleases=True):
-            given = f"{name} {version} is not {name}{bound.specifier}" + (f": {reason}" if reason else "")
+            problem = f"{name} {version} is not {name}{bound.specifier}" + (f": {reason}" if reason else "")
             is_newer = name in NEWER_HAS_RUN and all(Version(version) > Version(pin.version) for pin in bound.specifier)
-            yield Finding(WARNING if is_newer else ERROR, f"{given}. {install}")
-    yield Finding(OK, f"Python {python}, {', '.join(here)}: as {lock} needs them")
+            yield Finding(WARNING if is_newer else ERROR, f"{problem}. {install}")
+    yield Finding(OK, f"Python {python}, {', '.join(installed)}: as {lock} needs them")
 
 
 def _installed(name: str) -> str | None:
@@ -203,9 +206,9 @@ CHANGES = {  # name -> its effect on a run if it is not 0
 
 def check_variables() -> Findings:
     """Report environment variables that affect a run."""
-    for name, what in CHANGES.items():
+    for name, effect in CHANGES.items():
         if os.environ.get(name, "0") not in ("", "0"):
-            text = f"{name}={os.environ[name]} {what}. Take it out of the environment, unless that is meant."
+            text = f"{name}={os.environ[name]} {effect}. Take it out of the environment, unless that is meant."
             yield Finding(WARNING, text)
     yield Finding(OK, "none of those that change a run's numbers or speed")
 
@@ -226,7 +229,7 @@ def check_devices(ranks_here: int) -> Findings:
     if ranks_here < num:
         yield Finding(
             WARNING,
-            f"{num} GPUs and {count(ranks_here, 'rank')}: the others stand idle. composer -n {num} takes all; what that "
+            f"{num} GPUs and {pluralize(ranks_here, 'rank')}: the others stand idle. composer -n {num} takes all; what that "
             f"needs: WORLD_SIZE={num} LOCAL_WORLD_SIZE={num} python -m prepare.doctor ...",
         )
     for index in range(min(ranks_here, num)):
@@ -240,7 +243,7 @@ def check_devices(ranks_here: int) -> Findings:
         if total - free - torch.cuda.memory_reserved(index) > max(BUSY_GPU_FRACTION * total, 2**30):
             used = f"{(total - free) / 2**30:.0f} of {total / 2**30:.0f} GiB in use"
             yield Finding(WARNING, f"GPU {index} has {used}. Another run? nvidia-smi")
-    yield Finding(OK, f"{named}; CUDA {torch.version.cuda}, {count(ranks_here, 'rank')} here")
+    yield Finding(OK, f"{named}; CUDA {torch.version.cuda}, {pluralize(ranks_here, 'rank')} here")
 
 
 def _check_cores(ranks_here: int) -> Findings:
@@ -252,13 +255,14 @@ def _check_cores(ranks_here: int) -> Findings:
             reason = "no device"
         except (RuntimeError, AssertionError) as error:  # of a driver that is too old; of a build for a CPU
             reason = str(error).splitlines()[0].rstrip(".")
-        given = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden})"
-        text = f"there are NVIDIA GPUs, but torch {torch.__version__} cannot use them: {reason}{given}"
+        variable = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden})"
+        text = f"there are NVIDIA GPUs, but torch {torch.__version__} cannot use them: {reason}{variable}"
         yield Finding(ERROR, f"{text}. Install a driver for its CUDA, or say CUDA_VISIBLE_DEVICES= for none.")
     if text := missing_gpus():
         yield Finding(ERROR, text.removeprefix("devices: "))
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
-    text = f"no GPU: a CPU with {count(cores, 'core')}, {count(threads, 'thread')} a rank, {count(ranks_here, 'rank')} here"
+    text = f"no GPU: a CPU with {pluralize(cores, 'core')}, {pluralize(threads, 'thread')} a rank"
+    text += f", {pluralize(ranks_here, 'rank')} here"
     if ranks_here > cores or (ranks_here > 1 and "OMP_NUM_THREADS" in os.environ and threads * ranks_here > cores):
         yield Finding(WARNING, f"{text}: they wait for one another. Fewer ranks, or OMP_NUM_THREADS=1.")
     yield Finding(OK, text)
@@ -266,8 +270,26 @@ def _check_cores(ranks_here: int) -> Findings:
 
 # --- memory of the machine ---
 
+
+def order_gib(config: DataConfig) -> float:
+    """Read the datasets, and return the memory that the order of an epoch takes on this machine, GiB."""
+    with contextlib.suppress(ValueError):  # named by the section
+        if datasets := config.read():
+            samples = count_epoch_samples(config.sources, [dataset.num_samples for dataset in datasets])
+            return order_memory_gib(samples // collectives.num_nodes(), dist.get_local_world_size())
+    return 0.0
+
+
+def batch_gib(model: ModelConfig, data: DataConfig, size: ImageSize, global_batch_size: int) -> float:
+    """Return the size of one rank's batch from the loader, GiB. Raises ValueError: no such network, or dataset."""
+    columns = data.columns(load_family(model.family, model.preset, model.variant), size).values()
+    sample_bytes = sum(math.prod(column.shape) * column.dtype.itemsize for column in columns)
+    return global_batch_size // dist.get_world_size() * sample_bytes / 2**30
+
+
 WORKER_GIB = 0.3  # private memory of a loader worker of SD2: 230 MiB at 64 px and 8 images, 287 at 512 px and 32 (seen)
 ORDER = "an epoch's order"  # a kind of memory
+SHARED_MEMORY = Path("/dev/shm")
 FEWER_SAMPLES = "read fewer samples in an epoch: data.streams=[{remote: ..., choose: N}]"
 
 
@@ -277,138 +299,136 @@ def compare_host_memory(gib_by_kind: Mapping[str, float]) -> Findings:
     Args:
         gib_by_kind: purpose -> GiB, over all ranks of this machine.
     """
-    total, free = (num / 2**30 for num in host_bytes())
+    total, free = (num / 2**30 for num in read_host_bytes())
     need = sum(gib_by_kind.values())
     parts = ", ".join(f"{kind} {gib:.1f}" for kind, gib in gib_by_kind.items() if gib >= 0.05)
-    given = f"about {need:.1f} GiB beside the step" + (f" ({parts})" if parts else "")
-    given += f"; this machine has {total:.1f}, {free:.1f} of it free now"
+    summary = f"about {need:.1f} GiB besides the step" + (f" ({parts})" if parts else "")
+    summary += f"; this machine has {total:.1f}, {free:.1f} of it free now"
     if need > total:
-        way = FEWER_SAMPLES if gib_by_kind.get(ORDER, 0.0) > need / 2 else "fewer ranks here"
-        yield Finding(ERROR, f"{given}. Lower data.workers, or {way}.")
+        fix = FEWER_SAMPLES if gib_by_kind.get(ORDER, 0.0) > need / 2 else "fewer ranks here"
+        yield Finding(ERROR, f"{summary}. Lower data.workers, or {fix}.")
     elif need > free:
-        yield Finding(WARNING, f"{given}. End what takes it, or lower data.workers.")
-    yield Finding(OK, given)
+        yield Finding(WARNING, f"{summary}. End what takes it, or lower data.workers.")
+    yield Finding(OK, summary)
 
 
-def batches_on_their_way(workers: int) -> int:
+def num_batches_in_flight(workers: int) -> int:
     """Return the number of one rank's batches in shared memory at once: what each worker keeps, and two in use."""
-    return batch_memory.KEPT * workers + 2 if workers else 0
+    return loader.MAX_BUFFERS * workers + 2 if workers else 0
 
 
-def compare_shared_memory(batch_gib: float, num_batches: int, order: OrderNeed | None = None) -> Findings:
-    """Check the size of /dev/shm, where workers pass batches on, and an epoch's order lies at its start; Docker: 64 MB.
+def compare_shared_memory(batch_gib: float, num_batches: int) -> Findings:
+    """Check the size of /dev/shm, where workers pass batches on; Docker: 64 MB.
 
     Args:
         batch_gib: size of one rank's batch.
-        num_batches: over all ranks of this machine, see `batches_on_their_way`.
-        order: what the order of an epoch takes.
+        num_batches: over all ranks of this machine, see `num_batches_in_flight`.
     """
-    folder, keys = shared_memory.SEGMENTS, ("data.workers",)
+    folder, keys = SHARED_MEMORY, ("data.workers",)
+    if not num_batches:
+        yield Finding(OK, "not used: data.workers=0")
+        return
     if not os.access(folder, os.W_OK):
-        text = (
-            f"/dev/shm: {folder} is missing or cannot be written: workers and streaming need it. Mount a tmpfs there."
-        )
+        text = f"/dev/shm: {folder} is missing or cannot be written: workers need it. Mount a tmpfs there."
         yield Finding(ERROR, text, keys)
         return
     room = os.statvfs(folder)
     size, free = room.f_blocks * room.f_frsize / 2**30, room.f_bavail * room.f_frsize / 2**30
-    of_batches, of_order = batch_gib * num_batches, order.shared_gib if order else 0.0
-    need = of_batches + of_order
-    if need > free:  # the run removes what dead ones have left
-        dead = [path for paths in shared_memory.dead_segments().values() for path in paths if path.exists()]
-        free += sum(path.stat().st_size for path in dead) / 2**30
-    parts = [f"{num_batches} batches of {batch_gib:.3g} GiB"] if num_batches else []
-    parts += [f"the order of {order.samples:,} samples ({of_order:.3g} GiB)"] if order and of_order > need / 100 else []
-    given = f"{' and '.join(parts) or 'no batches'}: {need:.3g} GiB there; {size:.3g} GiB, {free:.3g} free"
-    way = "lower data.workers" if of_batches >= of_order else FEWER_SAMPLES
-    more = f"Enlarge it (docker run --shm-size=16g or --ipc=host, mount -o remount,size=16g /dev/shm), or {way}"
+    need = batch_gib * num_batches
+    batches = f"{num_batches} batches of {batch_gib:.3g} GiB"
+    summary = f"{batches}: {need:.3g} GiB there; {size:.3g} GiB, {free:.3g} free"
+    fixes = "Enlarge it (docker run --shm-size=16g or --ipc=host, mount -o remount,size=16g /dev/shm), or lower data.workers"
     if need > free:
-        ends = "A worker would die of a bus error" if of_batches >= of_order else "The run would end at its first batch"
-        yield Finding(ERROR, f"/dev/shm: {given}. {ends}. {more}.", keys)
+        yield Finding(ERROR, f"/dev/shm: {summary}. A worker would die of a bus error. {fixes}.", keys)
     elif need > 0.5 * free:
-        yield Finding(WARNING, f"{given}: little more than that. {more}.")
-    yield Finding(OK, given)
+        yield Finding(WARNING, f"{summary}: little more than that. {fixes}.")
+    yield Finding(OK, summary)
 
 
 # --- the data ---
 
 
-def check_store(case: Case) -> Findings:
-    """Open the stages; what comes later compares the run with the values they were made for."""
+def check_store(case: CheckedRun) -> Findings:
+    """Open the datasets; later checks compare the run with the values they were made for."""
     for key, source in case.config.data.named_sources():
         try:
-            case.opened += [(one.config, one.stage) for one in opened([source], [source.contents], case.config.size)]
+            case.streams += [
+                (one.config, one.dataset) for one in resolve_streams([source], [source.dataset], case.config.size)
+            ]
         except ValueError as error:
             yield Finding(ERROR, f"{key}.{'remote' if source.remote else 'local'}: {error}")
             return
-    case.reads_stages = True
-    given = "none: data.synthetic=true" if case.config.data.synthetic else "no stage"
-    yield Finding(OK, "; ".join(described(stage) for _, stage in case.opened) or given)
+    case.reads_datasets = True
+    none = "none: data.synthetic=true" if case.config.data.synthetic else "no dataset"
+    yield Finding(OK, "; ".join(describe_dataset(dataset) for _, dataset in case.streams) or none)
 
 
-def described(stage: Stage) -> str:
-    """Describe a stage in one line."""
-    size = int(stage.shards.raw_bytes.sum())
+def describe_dataset(dataset: Dataset) -> str:
+    """Describe a dataset in one line."""
+    size = int(dataset.shards.raw_bytes.sum())
     readable = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-    return f"{stage.location}: {stage.kind}, {stage.num_samples:,} samples in {len(stage.shards):,} shards, {readable}"
+    counts = f"{dataset.num_samples:,} samples in {len(dataset.shards):,} shards"
+    return f"{dataset.location}: {dataset.kind}, {counts}, {readable}"
 
 
 # --- the configuration ---
 
 
-def check_keys(case: Case) -> Findings:
-    """Check every key, against the stages too."""
+def check_keys(case: CheckedRun) -> Findings:
+    """Check every key, against the datasets too."""
     for problem in case.problems:
         yield Finding(ERROR, problem.text, problem.keys)
     run = case.resolved or case.config
     yield Finding(OK, f"every key is possible ({run.model.family}, {run.model.preset}, {run.model.variant})")
 
 
-def check_weights(case: Case) -> Findings:
+def check_weights(case: CheckedRun) -> Findings:
     """Say which weights the run begins with, and what is downloaded for it; what is wrong with them is a key's problem."""
     if any(WEIGHTS_KEYS.intersection(problem.keys) for problem in case.problems):
         yield NOT_CHECKED
         return
-    config, is_real = as_begun(case.config).model, not case.config.data.synthetic
+    config, is_real = apply_saved_settings(case.config).model, not case.config.data.synthetic
     begins = f"denoiser: {config.denoiser or 'from random weights'}"
     if not needs_encoders(case.config):
         yield Finding(OK, f"encoders: none are built, batches have what they make; {begins}")
         return
     family = load_family(config.family, config.preset, config.variant)
-    given = config.weights or own_weights(family, is_real=is_real)
-    text = f"encoders: {given}" + (", which mean nothing" if given == RANDOM else "")
-    for name, need in on_hub(family, given, None).values():
-        text = f"encoders: {'. '.join(hub.look(name, need).lines())}"
+    weights = config.weights or default_weights(family, is_real=is_real)
+    text = f"encoders: {weights}" + (", which mean nothing" if weights == RANDOM else "")
+    for name, need in list_hub_weights(family, weights, None).values():
+        text = f"encoders: {'. '.join(hub.resolve_name(name, need).lines())}"
     yield Finding(OK, f"{text}; {begins}")
 
 
-def check_memory(case: Case) -> Findings:
+def check_memory(case: CheckedRun) -> Findings:
     """Compare a step's memory with the device's; traces the real network, which takes some seconds."""
     if (run := case.resolved) is None:
         yield NOT_CHECKED
         return
-    on_device, microbatch = cost.has_average_on_device(run), planned_microbatch(run, case.cost)
-    ways = dict(ema=on_device, savings=[*savings(run), *smaller_states(run)])
-    if text := cost.memory_problem(case.cost, microbatch, ranks_on_device(), **ways):
+    on_device, microbatch = memory.has_average_on_device(run.ema), planned_microbatch(run, case.cost)
+    kinds = dict(is_sharded=sharding.is_sharded(run.sharding), is_adapter=run.lora.is_given)
+    options = [*savings(run), *smaller_states(run.optimizer.states, run.precision, **kinds)]
+    if text := memory.memory_problem(case.cost, microbatch, ranks_on_device(), ema=on_device, savings=options):
         yield Finding(ERROR, f"memory: {text}", MEMORY_KEYS)
-    if text := cost.host_memory_problem(case.cost, dist.get_local_world_size()):
+    if text := memory.host_memory_problem(case.cost, dist.get_local_world_size()):
         yield Finding(ERROR, f"model.frozen_device: {text}", ("model.frozen_device", *MEMORY_KEYS))
     need = case.cost.memory_gib(microbatch, ema=on_device)
-    yield Finding(OK, f"about {need:.3g} GiB at {microbatch} images a pass; {cost.room_of_a_rank(ranks_on_device())}")
+    yield Finding(OK, f"about {need:.3g} GiB at {microbatch} images a pass; {memory.room_of_a_rank(ranks_on_device())}")
 
 
-def check_host_memory(case: Case) -> Findings:
+def check_host_memory(case: CheckedRun) -> Findings:
     """Compare the memory of loader workers, of an epoch's order, and of models that are built here, with the machine's."""
     run, ranks = case.resolved, dist.get_local_world_size()
     if run is None:
         yield NOT_CHECKED
         return
+    gib = batch_gib(run.model, run.data, run.size, run.global_batch_size)
     need = {
-        count(ranks * case.workers, "worker"): ranks * case.workers * WORKER_GIB,
-        "batches": ranks * batches_on_their_way(case.workers) * batch_gib(run),
+        pluralize(ranks * case.workers, "worker"): ranks * case.workers * WORKER_GIB,
+        "batches": ranks * num_batches_in_flight(case.workers) * gib,
     }
-    if case.reads_stages and (order := order_need(run.data)) is not None:
-        need[ORDER] = order.gib
+    if case.reads_datasets:
+        need[ORDER] = order_gib(run.data)
     if run.save.is_on and run.sharding == "off":
         need["copy of the state for checkpoints"] = case.cost.checkpoint_gib(ema=run.ema.enabled)
     if torch.cuda.is_available():
@@ -418,24 +438,24 @@ def check_host_memory(case: Case) -> Findings:
     yield from compare_host_memory(need)
 
 
-def check_shared_memory(case: Case) -> Findings:
-    """Compare the workers' batches, and the order of an epoch, with the size of /dev/shm."""
+def check_shared_memory(case: CheckedRun) -> Findings:
+    """Compare the workers' batches with the size of /dev/shm."""
     if case.config.data.synthetic:
         yield Finding(OK, "not used: data.synthetic=true")
         return
+    run, num = case.config, dist.get_local_world_size() * num_batches_in_flight(case.workers)
     try:
-        num = dist.get_local_world_size() * batches_on_their_way(case.workers)
-        order = order_need(case.config.data) if case.reads_stages else None
-        yield from compare_shared_memory(batch_gib(case.config), num, order)
-    except ValueError:  # there is no such network, or no such stage: one of the keys' problems
+        gib = batch_gib(run.model, run.data, run.size, run.global_batch_size)
+        yield from compare_shared_memory(gib, num)
+    except ValueError:  # there is no such network, or no such dataset: one of the keys' problems
         yield NOT_CHECKED
 
 
 # --- the run ---
 
 
-def check_schedule(case: Case) -> Findings:
-    """Compare the length of the run with the stage, the warm-up and the checkpoints."""
+def check_schedule(case: CheckedRun) -> Findings:
+    """Compare the length of the run with the dataset, the warm-up and the checkpoints."""
     run, num = case.resolved, case.num_batches
     if run is None or num is None:
         yield NOT_CHECKED
@@ -455,18 +475,23 @@ def check_schedule(case: Case) -> Findings:
     if every > images and not run.save.every_min:
         text = f"save.every_images: {every:,} is more than the run ({length}): one checkpoint, at its end. Lower it, unless"
         yield Finding(WARNING, f"{text} that is intended.")
-    samples = sum(stage.num_samples for _, stage in case.opened)
-    epochs = f", {images / samples:.3g} times the stage's {samples:,} samples" if samples else ""
+    samples = sum(dataset.num_samples for _, dataset in case.streams)
+    epochs = f", {images / samples:.3g} times the dataset's {samples:,} samples" if samples else ""
     yield Finding(OK, f"{length}{epochs}; warm-up {warmup:,} batches")
+
+
+def held_gib(folder: Path, kind: str) -> float:
+    """Return what a run's files of a kind take, which are replaced by later ones, or part of what it will have."""
+    return sum(count_file_bytes(path) for path in list_checkpoints(folder.absolute() / "checkpoints", kind)) / 2**30
 
 
 Need = tuple[str, str, Path, float]
 """Data that a run will write: its name, a way to need less, its folder, GiB."""
 
 
-def check_disk(case: Case) -> Findings:
+def check_disk(case: CheckedRun) -> Findings:
     """Compare checkpoints and snapshots of the whole run, and the shards that are fetched, with the space on their disks."""
-    needs, run = _needs_of_cache(case.config.data, case.opened), case.resolved
+    needs, run = _needs_of_cache(case.config.data, case.streams), case.resolved
     if run is None:
         yield NOT_CHECKED
         return
@@ -477,25 +502,26 @@ def check_disk(case: Case) -> Findings:
         num = (case.num_batches or 0) * run.global_batch_size // snapshot_every
         kinds.append(("snapshot", num, case.cost.snapshot_gib(ema=run.ema.enabled)))
     if kinds and not any(problem.keys[0].startswith("save.") for problem in case.problems if problem.keys):
-        what = " and ".join(f"{count(num, name)} of {gib:.3g} GiB" for name, num, gib in kinds if num)
-        held = sum(limits.held_gib(case.folder, kind) for kind in (FULL, WEIGHTS))
-        ways = "Lower save.keep, raise save.snapshot_every_images (0: none), give another run_folder, or "
+        description = " and ".join(f"{pluralize(num, name)} of {gib:.3g} GiB" for name, num, gib in kinds if num)
+        held = sum(held_gib(case.folder, kind) for kind in (FULL, WEIGHTS))
+        fixes = "Lower save.keep, raise save.snapshot_every_images (0: none), give another run_folder, or "
         gib = max(0.0, sum(num * each for _, num, each in kinds) - held)
-        needs.append((what, f"{ways}save.every_images=0 for none", case.folder, gib))
+        needs.append((description, f"{fixes}save.every_images=0 for none", case.folder, gib))
     yield from _check_room(needs)
 
 
-def _needs_of_cache(config: DataConfig, opened: Sequence[tuple[StreamConfig, Stage]]) -> list[Need]:
-    """Return the expected growth of each `data.local`: the whole stage, minus what is already there; in all, the limit."""
+def _needs_of_cache(config: DataConfig, sources: Sequence[tuple[StreamConfig, Dataset]]) -> list[Need]:
+    """Return the expected growth of each `data.local`: the whole dataset, minus what is already there; in all, the limit."""
     needs, room = [], float("inf") if config.cache_limit is None else bytes_to_int(config.cache_limit)
-    for source, stage in opened:
+    for source, dataset in sources:
         if source.remote and source.local:
-            size, paths = int(stage.shards.raw_bytes.sum()), (Path(source.local, name) for name in stage.shards.names)
+            size = int(dataset.shards.raw_bytes.sum())
+            paths = (Path(source.local, name) for name in dataset.shards.names)
             held = sum(path.stat().st_size for path in paths if path.is_file())
             gib = max(0, min(size, room) - held) / 2**30
             room = max(0, room - size)
-            way_out = "Give data.cache_limit, or another data.local"
-            needs.append((f"shards of {gib:.3g} GiB in data.local", way_out, Path(source.local), gib))
+            fix = "Give data.cache_limit, or another data.local"
+            needs.append((f"shards of {gib:.3g} GiB in data.local", fix, Path(source.local), gib))
     return needs
 
 
@@ -503,15 +529,15 @@ def _check_room(needs: Sequence[Need]) -> Findings:
     """Compare what a run will write with the free space on each disk; folders that cannot be written have their own check."""
     by_disk: dict[int, list[Need]] = {}
     for need in needs:
-        if need[-1] > 0.0 and not limits.unwritable(need[2]):
-            by_disk.setdefault(limits.existing(need[2]).stat().st_dev, []).append(need)
+        if need[-1] > 0.0 and not write_problem(need[2]):
+            by_disk.setdefault(nearest_existing(need[2]).stat().st_dev, []).append(need)
     for wanted in by_disk.values():
-        names, ways, [folder, *_], gibs = zip(*wanted, strict=True)
-        where, gib = limits.existing(folder), sum(gibs)
+        names, fixes, [folder, *_], gibs = zip(*wanted, strict=True)
+        where, gib = nearest_existing(folder), sum(gibs)
         free = shutil.disk_usage(where).free / 2**30
         text = f"{' and '.join(names)}: {gib:.3g} GiB more; {where} has {free:.3g} free"
         if gib > free:
-            yield Finding(ERROR, f"disk: {text}. Make room. {'; '.join(dict.fromkeys(ways))}.", ROOM_KEYS)
+            yield Finding(ERROR, f"disk: {text}. Make room. {'; '.join(dict.fromkeys(fixes))}.", ROOM_KEYS)
         elif gib > 0.9 * free:
             yield Finding(WARNING, f"{text}: little more than that.")
         else:
@@ -520,23 +546,23 @@ def _check_room(needs: Sequence[Need]) -> Findings:
         yield Finding(OK, "nothing large will be written")
 
 
-def check_earlier_starts(case: Case) -> Findings:
+def check_earlier_starts(case: CheckedRun) -> Findings:
     """Report on an earlier run of this name: in use, finished, begun with other values, its newest checkpoint."""
     folder = case.folder
     if case.config.run_name is None or not folder.exists():
         none = "no run_name: every start is a new run, and none can be resumed"
         yield Finding(OK, f"{folder} is new" if case.config.run_name else none)
-    elif is_held(folder / ".lock"):
+    elif is_held(folder):
         text = f"run_name: another process is training in {folder}. Wait for it, or take another run_name."
         yield Finding(ERROR, text)
     else:
         yield from _check_begun(case, folder)
 
 
-def _check_begun(case: Case, folder: Path) -> Findings:
+def _check_begun(case: CheckedRun, folder: Path) -> Findings:
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # hides its own message that the run is finished
-            result = check_begun(case.resolved, folder) if case.resolved else None
+            result = check_begun(build_start_settings(case.resolved)) if case.resolved else None
     except ConfigError as error:
         for text in error.problems:
             yield Finding(ERROR, text)
@@ -545,11 +571,13 @@ def _check_begun(case: Case, folder: Path) -> Findings:
         text = f"{folder} is finished (max_duration={case.config.max_duration}). Raise it, or take another run_name."
         yield Finding(WARNING, text)
         return
-    there = listed(folder / "checkpoints", FULL)
-    newest = next((path for path in there if is_whole(path)), None)
-    if newest is not None and newest != there[0]:
-        yield Finding(WARNING, f"{there[0]} is damaged: {fault(there[0])}. The run resumes from {newest.name}.")
-    damaged = [*there, *(folder / "checkpoints").glob(f"{FULL}*.damaged")]
+    checkpoints = list_checkpoints(folder / "checkpoints", FULL)
+    newest = next((path for path in checkpoints if is_whole(path)), None)
+    if newest is not None and newest != checkpoints[0]:
+        yield Finding(
+            WARNING, f"{checkpoints[0]} is damaged: {find_damage(checkpoints[0])}. The run resumes from {newest.name}."
+        )
+    damaged = [*checkpoints, *(folder / "checkpoints").glob(f"{FULL}*.damaged")]
     if newest is None and damaged:
         text = f"checkpoints: every one of the {len(damaged)} full checkpoints in {folder / 'checkpoints'} is damaged. Bring "
         yield Finding(ERROR, f"{text}back a copy, or take another run_name to begin anew.")
@@ -565,7 +593,7 @@ class Check:
     """A check and its name; `at_start`: each start makes it too."""
 
     name: str
-    look: Callable[[Case], Findings]
+    look: Callable[[CheckedRun], Findings]
     at_start: bool = False
     limit_sec: float = CHECK_SEC
 
@@ -594,20 +622,20 @@ CHECKS = {  # group -> its checks, in the order in which they run: later ones us
 }
 
 
-def findings_of(check: Check, case: Case) -> list[Finding]:
+def findings_of(check: Check, case: CheckedRun) -> list[Finding]:
     """Return a check's errors and warnings; where there are none, the lines that say that all is well."""
-    found = list(check.look(case))
-    return [finding for finding in found if finding.level != OK] or found
+    findings = list(check.look(case))
+    return [finding for finding in findings if finding.level != OK] or findings
 
 
 def check(config: RunConfig) -> list[Problem]:
-    """Return every problem that can be found before anything is built; of the stages on a machine's first rank alone.
+    """Return every problem that can be found before anything is built; of the datasets on a machine's first rank alone.
 
     Where a container has no GPUs, that alone: the others come of it.
     """
     if text := missing_gpus():
         return [Problem(text, ())]
-    case = Case(config, reads_stages=dist.get_local_rank() == 0)
+    case = CheckedRun(config, reads_datasets=dist.get_local_rank() == 0)
     checks = [check for of_group in CHECKS.values() for check in of_group if check.at_start]
-    found = [finding for check in checks for finding in findings_of(check, case) if finding.level == ERROR]
-    return [Problem(finding.text, finding.keys) for finding in found]
+    findings = [finding for check in checks for finding in findings_of(check, case) if finding.level == ERROR]
+    return [Problem(finding.text, finding.keys) for finding in findings]

@@ -1,31 +1,34 @@
-"""A run's plan, before it starts: memory by kind, compute, images and time to the benchmark's target.
+"""A run's plan, before it starts: its microbatch, memory by kind, compute, images and time to the benchmark's target.
 
-`shown` returns the output of `--print_config`: the resolved run as YAML, then the plan as comments. So the whole output is
-a YAML file with the same configuration. Every number comes from the traced network (training/cost.py), from the run's keys,
-from a record of the run on other devices (preflight/scaling_devices.py), or from the runs of the benchmark's reference
-(zoo/mlperf_sd.py and zoo/mlperf_flux.py). If a number cannot be computed, a line says so.
+`format_plan` returns the output of `--print_config`: the resolved run as YAML, then the plan as comments. The whole is a YAML
+file with the same configuration. Every number comes from the traced network (training/memory.py), from the run's keys, from a
+record of the run on other devices (scaling/devices.py), or from the runs of the benchmark's reference (families/mlperf.py).
+If a number cannot be computed, a line tells why.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from composer.utils import dist
 
-from cli.limits import read_duration
-from config import count, flat, to_yaml
-from model import AUTOCAST_DTYPES
-from preflight.run import cost_of, planned_microbatch, ranks_on_device
-from training.cost import CUDA_AUTOCAST_FACTOR, USABLE_FRACTION, Cost, has_average_on_device, room_of_a_rank
-from training.optimizer import total_batches
-from training.run_config import RunConfig, resolve
-from zoo import load_family, mlperf
-from zoo.mlperf_rules import Benchmark, ReferencePoint
-from zoo.model_config import model_problems
+from common.errors import ConfigError
+from common.value_types import ImageSize
+from config import flatten, pluralize, to_yaml
+from families import load_family, mlperf
+from families.encoders import ModelConfig, model_problems
+from families.mlperf import Benchmark, ReferencePoint
+from model import AUTOCAST_DTYPES, LatentDiffusion
+from training import memory
+from training.builders import measure_step_cost
+from training.config import RunConfig, needs_encoders, resolve
+from training.memory import CUDA_AUTOCAST_FACTOR, USABLE_FRACTION, Cost, has_average_on_device, room_of_a_rank
+from training.optimizer import images_of
+from training.sharding import refusals
 
 CARDS_GIB = (80, 139)  # H100 and A100; H200
 MOST_GPUS = 64
@@ -33,7 +36,60 @@ GPUS_A_MACHINE = 8
 RATE_KEY, RECORD_KEY = "measure.expected_images_per_sec", "measure.expected_record"
 
 
-def shown(config: RunConfig) -> str:
+# --- the microbatch, and the keys that lower the memory ---
+
+
+def ranks_on_device() -> int:
+    """Return how many of this machine's ranks share one device's memory."""
+    return 1 if torch.cuda.is_available() else dist.get_local_world_size()
+
+
+def planned_microbatch(config: RunConfig, cost: Cost) -> int:
+    """Return the microbatch of a resolved run; with `auto`, the largest that fits by the estimate."""
+    if isinstance(config.device_train_microbatch_size, int):
+        return config.device_train_microbatch_size
+    device_batch = config.global_batch_size // dist.get_world_size()
+    return memory.estimated(cost, device_batch, ranks_on_device(), ema=has_average_on_device(config.ema))
+
+
+def find_microbatch(config: RunConfig, model: LatentDiffusion, cost: Cost) -> int:
+    """Return the images per pass; with `auto`, find them. Raises ConfigError: not even one fits."""
+    if config.device_train_microbatch_size != memory.AUTO:
+        return planned_microbatch(config, cost)
+    columns = config.data.columns(model.family, config.size)
+    device_batch = config.global_batch_size // dist.get_world_size()
+    ema, options = has_average_on_device(config.ema), savings(config)
+    try:
+        return memory.find(model, columns, cost, device_batch, ranks_on_device(), ema=ema, savings=options)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+
+
+def savings(config: RunConfig) -> list[str]:
+    """Return the keys, besides the microbatch, that lower a resolved run's memory without changing its network."""
+    is_gpu = torch.cuda.is_available()
+    possible = {
+        "gradient_checkpointing=1": config.gradient_checkpointing < 1.0,
+        "precision=bf16": config.precision in ("fp32", "tf32"),
+        "sharding=full": dist.get_world_size() > 1 and config.sharding == "off" and not refusals(flatten(config)),
+        "ema.device=cpu": is_gpu and config.sharding == "off" and has_average_on_device(config.ema),
+        "model.frozen_device=cpu": is_gpu and config.model.frozen_device == "device" and needs_encoders(config),
+    }
+    return [assignment for assignment, is_possible in possible.items() if is_possible]
+
+
+def smaller_states(states: str, precision: str | None, *, is_sharded: bool, is_adapter: bool) -> list[str]:
+    """Return the keys that lower the memory of weights and moments; only before a run begins, since they change it."""
+    smaller = {"fp32": "bf16", "bf16": None if is_sharded else "8bit"}.get(states)
+    assignments = [f"optimizer.states={smaller}"] if smaller else []
+    can_be_small = precision in ("fp32", "tf32", "bf16") and not is_adapter
+    return assignments + (["precision=bf16_params"] if can_be_small else [])
+
+
+# --- the text of the plan ---
+
+
+def format_plan(config: RunConfig) -> str:
     """Return a run's resolved YAML and its plan; for an invalid run, as much of them as possible.
 
     Args:
@@ -43,27 +99,30 @@ def shown(config: RunConfig) -> str:
         config = resolve(config)
     except ValueError:  # unknown family, variant or size: reported by the problem that refuses the run
         return ""
-    if not _can_be_traced(config):
+    sizes = config.global_batch_size, config.device_train_microbatch_size
+    if not _can_be_traced(config.model, config.size, config.objective.prediction, sizes):
         return to_yaml(config)
-    cost = cost_of(config)
+    cost = measure_step_cost(config)
     values = {
-        **flat(config),
+        **flatten(config),
         "optimizer.lr": config.optimizer.learning_rate(config.global_batch_size),
         "device_train_microbatch_size": planned_microbatch(config, cost),
     }
-    ways = dict(room=room_of_a_rank(ranks_on_device()), ema_on_device=has_average_on_device(config))
-    return to_yaml(config) + describe(cost, values, num_ranks=dist.get_world_size(), **ways)
+    room, ema_on_device = room_of_a_rank(ranks_on_device()), has_average_on_device(config.ema)
+    plan = describe(cost, values, num_ranks=dist.get_world_size(), room=room, ema_on_device=ema_on_device)
+    return to_yaml(config) + plan
 
 
-def _can_be_traced(config: RunConfig) -> bool:
+def _can_be_traced(
+    model: ModelConfig, size: ImageSize, prediction: str | None, batch_sizes: Iterable[int | str | None]
+) -> bool:
     """True if there is a network for this size and prediction, and the batch sizes are valid."""
-    unloaded = dataclasses.replace(config.model, weights=None)  # missing weights do not change it
-    if model_problems(unloaded, config.size, encoders_wanted=False):
+    unloaded = dataclasses.replace(model, weights=None)  # missing weights do not change it
+    if model_problems(unloaded, size, needs_encoders=False):
         return False
-    family = load_family(config.model.family, config.model.preset, config.model.variant)
-    sizes = (config.global_batch_size, config.device_train_microbatch_size)
-    is_batch = min(size for size in sizes if isinstance(size, int)) >= 1
-    return is_batch and config.objective.prediction in family.predictions
+    family = load_family(model.family, model.preset, model.variant)
+    is_batch = min(number for number in batch_sizes if isinstance(number, int)) >= 1
+    return is_batch and prediction in family.predictions
 
 
 def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str, ema_on_device: bool) -> str:
@@ -71,28 +130,30 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
 
     Args:
         cost: of one training step, traced.
-        values: key -> value of the resolved run, as `config.flat` gives them, with `optimizer.lr` filled in. Microbatch and
-            global batch size are at least 1. For every other invalid value, its line is left out.
+        values: key -> value of the resolved run, as `config.flatten` gives them, with `optimizer.lr` filled in. Microbatch
+            and global batch size are at least 1. For every other invalid value, its line is left out.
         num_ranks: over all machines.
-        room: the device's memory, see `training.cost.room_of_a_rank`.
+        room: the device's memory, see `training.memory.room_of_a_rank`.
         ema_on_device: the EMA weights are on the device too.
     """
     microbatch, host_gib = values["device_train_microbatch_size"], cost.frozen_host_gib
     encoders = "the encoders run on the CPU" if host_gib else "encoders forward"
     on_host = (
-        [f"memory of the machine: {_short(host_gib)} GiB for the frozen encoders of each rank"] if host_gib else []
+        [f"memory of the machine: {_three_digits(host_gib)} GiB for the frozen encoders of each rank"]
+        if host_gib
+        else []
     )
     lines = [
         "--- what this run will take, by estimate: nothing here was measured ---",
         f"parameters: {cost.trained_parameters:,} trained, {cost.frozen_parameters:,} frozen",
-        f"compute: {_short(cost.flops_per_image / 1e12)} TFLOP an image and training step (denoiser forward and backward, "
-        f"{encoders})",
+        f"compute: {_three_digits(cost.flops_per_image / 1e12)} TFLOP an image and training step "
+        f"(denoiser forward and backward, {encoders})",
         _batch(values["global_batch_size"], num_ranks, microbatch),
-        f"memory of one device at {count(microbatch, 'image')} a pass in {values['precision']}, GiB:",
+        f"memory of one device at {pluralize(microbatch, 'image')} a pass in {values['precision']}, GiB:",
         *_memory(cost, microbatch, room, ema=ema_on_device),
         *on_host,
-        *smallest_numbers(cost, values),
-        f"full checkpoint: {_short(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
+        *smallest_num_cards(cost, values),
+        f"full checkpoint: {_three_digits(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
         *_duration(values, speed := _speed(values, num_ranks, cost)),
         *_target(values, speed.rate),
     ]
@@ -101,15 +162,15 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
 
 def _batch(global_batch_size: int, num_ranks: int, microbatch: int) -> str:
     passes, rest = divmod(global_batch_size, num_ranks * microbatch)
-    parts = [count(num_ranks, "rank"), count(passes, "pass", "passes"), count(microbatch, "image")]
-    return f"global batch: {count(global_batch_size, 'image')}" + ("" if rest else f" = {' x '.join(parts)}")
+    parts = [pluralize(num_ranks, "rank"), pluralize(passes, "pass", "passes"), pluralize(microbatch, "image")]
+    return f"global batch: {pluralize(global_batch_size, 'image')}" + ("" if rest else f" = {' x '.join(parts)}")
 
 
 def _memory(cost: Cost, microbatch: int, room: str, *, ema: bool) -> list[str]:
     kinds = cost.memory_by_kind(microbatch, ema=ema)
-    of = {"activations": f" = {microbatch} x {cost.activation_gib_per_image:.3g}"}
-    rows = [f"  {_short(gib):>8}  {kind}{of.get(kind, '')}" for kind, gib in kinds.items() if gib > 0.0]
-    return [*rows, f"  {_short(sum(kinds.values())):>8}  sum; {room}"]
+    formulas = {"activations": f" = {microbatch} x {cost.activation_gib_per_image:.3g}"}
+    rows = [f"  {_three_digits(gib):>8}  {kind}{formulas.get(kind, '')}" for kind, gib in kinds.items() if gib > 0.0]
+    return [*rows, f"  {_three_digits(sum(kinds.values())):>8}  sum; {room}"]
 
 
 # --- on how many GPUs it fits: by one image a pass, since a batch of any size can be made of such passes ---
@@ -129,15 +190,15 @@ def on_gpus(cost: Cost, values: Mapping[str, Any]) -> Cost:
     return dataclasses.replace(cost, activation_gib_per_image=each, frozen_gib=0.0 if is_apart else cost.frozen_gib)
 
 
-def over(cost: Cost, num: int, sharding: str) -> Cost:
+def cost_over_gpus(cost: Cost, num: int, sharding: str) -> Cost:
     """Return the cost on this number of GPUs; one alone has nobody to share with."""
-    how = sharding if num > 1 and cost.can_be_shared else "off"
-    return dataclasses.replace(cost, num_ranks=num, ranks_a_machine=min(num, GPUS_A_MACHINE), sharding=how)
+    mode = sharding if num > 1 and cost.can_be_shared else "off"
+    return dataclasses.replace(cost, num_ranks=num, ranks_a_machine=min(num, GPUS_A_MACHINE), sharding=mode)
 
 
 def is_possible(cost: Cost, num: int, sharding: str) -> bool:
     """False where more ranks would share a copy of the weights than the denoiser has blocks."""
-    return over(cost, num, sharding).parts <= max(1, cost.num_blocks)
+    return cost_over_gpus(cost, num, sharding).parts <= max(1, cost.num_blocks)
 
 
 def images_a_pass(cost: Cost, card_gib: float, *, ema: bool) -> int:
@@ -146,23 +207,23 @@ def images_a_pass(cost: Cost, card_gib: float, *, ema: bool) -> int:
     return max(0, int(room / cost.activation_gib_per_image))
 
 
-def fewest(cost: Cost, card_gib: float, sharding: str, *, ema: bool) -> int | None:
+def fewest_cards(cost: Cost, card_gib: float, sharding: str, *, ema: bool) -> int | None:
     """Return the smallest number of cards that a run fits on with one image a pass; None: more than 64 or none."""
     numbers = (num for num in range(1, MOST_GPUS + 1) if is_possible(cost, num, sharding))
-    return next((num for num in numbers if images_a_pass(over(cost, num, sharding), card_gib, ema=ema)), None)
+    return next((num for num in numbers if images_a_pass(cost_over_gpus(cost, num, sharding), card_gib, ema=ema)), None)
 
 
-def smallest_numbers(cost: Cost, values: Mapping[str, Any]) -> list[str]:
+def smallest_num_cards(cost: Cost, values: Mapping[str, Any]) -> list[str]:
     """Return the smallest number of cards for the run's sharding, and for `full`.
 
     Args:
         values: key -> value of the resolved run.
     """
     ema = bool(values["ema.enabled"] and values["ema.device"] == "model")
-    given, cost = values.get("sharding", "off"), on_gpus(cost, values)
+    chosen, cost = values.get("sharding", "off"), on_gpus(cost, values)
     lines = []
-    for sharding in dict.fromkeys([given, "full" if given == "off" and cost.can_be_shared else given]):
-        nums = {gib: fewest(cost, gib, sharding, ema=ema) for gib in CARDS_GIB}
+    for sharding in dict.fromkeys([chosen, "full" if chosen == "off" and cost.can_be_shared else chosen]):
+        nums = {gib: fewest_cards(cost, gib, sharding, ema=ema) for gib in CARDS_GIB}
         texts = [f"of {gib} GiB {'none is enough' if num is None else num}" for gib, num in nums.items()]
         lines.append(f"smallest number of cards with sharding={sharding}: {', '.join(texts)}")
     return lines
@@ -171,23 +232,15 @@ def smallest_numbers(cost: Cost, values: Mapping[str, Any]) -> list[str]:
 # --- how long ---
 
 
-def images_of(max_duration: str, global_batch_size: int) -> int | None:
-    """Return the images of a duration in batches or samples, in whole batches; None: it is in epochs, or invalid."""
-    if read_duration(max_duration, ("ba", "sp")) is None:
-        return None
-    images = total_batches(max_duration, global_batch_size=global_batch_size, epoch_batches=0) * global_batch_size
-    return images if images > 0 else None
-
-
 def readable_time(seconds: float) -> str:
     """Return seconds in a readable unit, with three digits."""
     if seconds < 120.0:
-        return f"{_short(seconds)} seconds"
+        return f"{_three_digits(seconds)} seconds"
     if seconds < 2 * 3600.0:
-        return f"{_short(seconds / 60.0)} minutes"
+        return f"{_three_digits(seconds / 60.0)} minutes"
     if seconds < 72 * 3600.0:
-        return f"{_short(seconds / 3600.0)} hours"
-    return f"{_short(seconds / 86400.0)} days" if seconds < 36525 * 86400.0 else "more than a century"
+        return f"{_three_digits(seconds / 3600.0)} hours"
+    return f"{_three_digits(seconds / 86400.0)} days" if seconds < 36525 * 86400.0 else "more than a century"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,40 +253,40 @@ class _Speed:
 
 
 def _speed(values: Mapping[str, Any], num_ranks: int, cost: Cost) -> _Speed:
-    rate, place = values[RATE_KEY], values.get(RECORD_KEY)
+    rate, record = values[RATE_KEY], values.get(RECORD_KEY)
     if rate is not None and math.isfinite(rate) and rate > 0.0:
         return _Speed(rate, f"time: of training alone, at {rate:g} images/s ({RATE_KEY})")
-    if place is None:
+    if record is None:
         return _Speed(None, f"time: give {RATE_KEY} (over all ranks) for an estimate")
-    from preflight import scaling_devices  # it loads scipy, which no start of a run is to wait for
+    from scaling import devices  # it loads scipy, which no start of a run is to wait for
 
-    source, batch = f"{RECORD_KEY}={place}", values["global_batch_size"]
+    source, batch = f"{RECORD_KEY}={record}", values["global_batch_size"]
     try:
-        if card := scaling_devices.CARDS.get(place):
+        if card := devices.CARDS.get(record):
             keys = {**values, "family": values["model.family"]}
-            step = scaling_devices.step_of(keys, cost.flops_per_image / 1e12, cost.trained_parameters)
-            told = step.published(scaling_devices.committed_law(), card).predict(num_ranks, batch)
+            step = devices.step_of(keys, cost.flops_per_image / 1e12, cost.trained_parameters)
+            speed = step.published(devices.committed_law(), card).predict(num_ranks, batch)
             source += ", its published speed"
         else:
-            told = scaling_devices.expected(place, num_ranks, batch)
+            speed = devices.expected_speed(record, num_ranks, batch)
     except ValueError as error:
         return _Speed(None, f"time: {RECORD_KEY}: {error}")
-    ends = f"({_short(told.low)} to {_short(told.high)})"
-    how = f"reckoned for {count(num_ranks, 'rank')} from {source}, see docs/scaling.md"
-    line = f"time: of training alone, at {_short(told.value)} images/s {ends}, {how}"
-    return _Speed(told.value, line, (told.low, told.high))
+    ends = f"({_three_digits(speed.low)} to {_three_digits(speed.high)})"
+    origin = f"estimated for {pluralize(num_ranks, 'rank')} from {source}, see docs/scaling.md"
+    line = f"time: of training alone, at {_three_digits(speed.value)} images/s {ends}, {origin}"
+    return _Speed(speed.value, line, (speed.low, speed.high))
 
 
 def _duration(values: Mapping[str, Any], speed: _Speed) -> list[str]:
     duration = values["max_duration"]
     images = images_of(duration, values["global_batch_size"])
     if images is None:
-        given = f"max_duration: {duration}; how many images that is cannot be known before the data is read"
-        return [speed.line, given]
+        text = f"max_duration: {duration}; how many images that is cannot be known before the data is read"
+        return [speed.line, text]
     takes = f", {readable_time(images / speed.rate)}" if speed.rate else ""
     if speed.ends:
         takes += f" ({readable_time(images / speed.ends[1])} to {readable_time(images / speed.ends[0])})"
-    return [speed.line, f"max_duration: {duration}, {count(images, 'image')}{takes}"]
+    return [speed.line, f"max_duration: {duration}, {pluralize(images, 'image')}{takes}"]
 
 
 # --- the benchmark ---
@@ -241,13 +294,13 @@ def _duration(values: Mapping[str, Any], speed: _Speed) -> list[str]:
 
 def _target(values: Mapping[str, Any], rate: float | None) -> list[str]:
     """Return lines on the images to the target in the reference's runs, and on how this run differs from them."""
-    benchmark = mlperf.benchmark_of(values["model.family"], values["model.variant"])
+    benchmark = mlperf.find_benchmark(values["model.family"], values["model.variant"])
     if benchmark is None:
         return [f"images to a target: there are no reference points for model.variant={values['model.variant']}"]
     batch, every = values["global_batch_size"], benchmark.interval(values["global_batch_size"])
-    one_every = f"{count(every // batch, 'batch', 'batches')} ({count(every, 'image')})"
+    one_every = f"{pluralize(every // batch, 'batch', 'batches')} ({pluralize(every, 'image')})"
     lines = [
-        f"target: {benchmark.target_said}; one every {one_every}",
+        f"target: {benchmark.target_text}; one every {one_every}",
         *_images_to_target(benchmark, values, rate),
     ]
     if deviations := benchmark.deviations(values, _ruleset(benchmark, values)):
@@ -257,8 +310,8 @@ def _target(values: Mapping[str, Any], rate: float | None) -> list[str]:
 
 def _ruleset(benchmark: Benchmark, values: Mapping[str, Any]) -> str:
     """Return the ruleset of a run; the newest where it has none, or another benchmark's, which is refused elsewhere."""
-    given = values.get("mlperf.ruleset")
-    return given if given in benchmark.rulesets else benchmark.newest
+    ruleset = values.get("mlperf.ruleset")
+    return ruleset if ruleset in benchmark.rulesets else benchmark.newest_ruleset
 
 
 def _images_to_target(benchmark: Benchmark, values: Mapping[str, Any], rate: float | None) -> list[str]:
@@ -266,17 +319,19 @@ def _images_to_target(benchmark: Benchmark, values: Mapping[str, Any], rate: flo
     if others := [text for text in fixed if text.startswith(("model.preset:", "image_size:"))]:
         return [f"images to the target: there are no reference points for this network ({', '.join(others)})"]
     global_batch_size = values["global_batch_size"]
-    point = benchmark.reference_point(global_batch_size, ruleset)
+    point = benchmark.find_point(global_batch_size, ruleset)
     if point is None:
-        given = f"no reference point at a global batch of {global_batch_size} (ruleset {ruleset})"
-        rows = [row for near in benchmark.nearest(global_batch_size, ruleset) for row in _runs(near, ruleset, None)]
-        return [f"images to the target: {given}, and none is guessed. Nearest:", *rows]
+        problem = f"no reference point at a global batch of {global_batch_size} (ruleset {ruleset})"
+        rows = [
+            row for near in benchmark.nearest_points(global_batch_size, ruleset) for row in _runs(near, ruleset, None)
+        ]
+        return [f"images to the target: {problem}, and none is guessed. Nearest:", *rows]
     lines = ["images to the target, as the reference's own runs took them:", *_runs(point, ruleset, rate)]
     if fixed:
         lines.append("  those runs had none of the deviations below: this one may take more, or never get there")
     if any(text.startswith("optimizer.lr") for text in benchmark.free_deviations(values, ruleset)):
-        given = f"{point.lr:g}, not {values['optimizer.lr']:g}"
-        lines.append(f"  those runs had another learning rate ({given}): this one may take more, or fewer")
+        rates = f"{point.lr:g}, not {values['optimizer.lr']:g}"
+        lines.append(f"  those runs had another learning rate ({rates}): this one may take more, or fewer")
     return lines
 
 
@@ -295,6 +350,6 @@ def _runs(point: ReferencePoint, ruleset: str, rate: float | None) -> list[str]:
 # --- numbers ---
 
 
-def _short(value: float) -> str:
+def _three_digits(value: float) -> str:
     """Three digits, thousands separated."""
     return f"{value:,.0f}" if value >= 1000.0 else f"{value:.3g}"

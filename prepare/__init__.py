@@ -3,10 +3,9 @@
 Only tests import this room, for the miniature's data. It may import every room below it.
 """
 
-import sys
+from common import command_help, interrupts
 
-from cli import interrupts
-
-if sys.argv[:1] == ["-m"]:  # while Python looks for the command's module: its imports take seconds
-    _name = sys.orig_argv[sys.orig_argv.index("-m") + 1]
-    interrupts.told(f"{_name}: interrupted. What is done stays; the same command continues from there.")
+# While Python looks for a command's module: its imports take seconds.
+command_help.answer_help_of_module(__name__)
+if (_name := command_help.module_to_run()) is not None:
+    interrupts.print_on_interrupt(f"{_name}: interrupted. What is done stays; the same command continues from there.")

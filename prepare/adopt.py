@@ -1,13 +1,13 @@
-"""Adopt an MDS data set that others have written: say which columns are read, and write dataset.json. Nothing is copied.
+"""Adopt a third-party MDS data set: name which columns are read, and write dataset.json. Nothing is copied.
 
     python -m prepare.adopt s3://bucket/laion/mds
     python -m prepare.adopt /data/theirs image=picture caption=text,alt_text key=id
-    python -m prepare.adopt s3://not-mine/mds facts=/data/theirs.json          # then data.facts=/data/theirs.json in a run
+    python -m prepare.adopt s3://not-mine/mds metadata=/data/theirs.json  # then data.metadata=/data/theirs.json in a run
 
 REMOTE: a folder or an address in a store, with index.json and shards of streaming's MDSWriter: compressed or not, with hashes
-of any kind or none. index.json is not changed. A sample is read, some rows of a few shards, their pictures decoded, and what
-was seen is printed; nothing is known of the other rows. dataset.json is written beside index.json, or where `facts` says; it
-is the file that a run then asks for.
+of any kind or none. index.json is not changed. A sample is read, some rows of a few shards, their images decoded, and what
+was seen is printed; nothing is known of the other rows. dataset.json is written beside index.json, or where `metadata` says;
+it is the file that a run then asks for.
 
 Columns that are not given are found by name (upper or lower case) and encoding:
 
@@ -15,7 +15,7 @@ Columns that are not given are found by name (upper or lower case) and encoding:
     caption   caption, captions, text, prompt, txt; a json column may have a list
     key       key, __key__, id, uid, image_id; none: the sample's number is its key
 
-Keys: image, caption (a name, or several with commas between them), key, facts, shards (4, to read), rows (64), seed (0).
+Keys: image, caption (a name, or several with commas between them), key, metadata, shards (4, to read), rows (64), seed (0).
 Exit code: 0, 1 when the work failed, 2 when it could not start.
 """
 
@@ -33,24 +33,24 @@ from typing import Any
 
 import numpy as np
 
-from cli.command import command, start
-from cli.errors import ConfigError, Failed, Refused
-from cli.files import write_whole
-from cli.limits import limited
-from cli.masking import printable
-from cli.table import as_table
+from common.command import command, start
+from common.errors import ConfigError, Failed, Refused
+from common.files import write_atomic
+from common.log import render_table
+from common.masking import to_printable
+from common.value_types import limited
+from mds.adopted import AdoptedColumns, encoding_problem
+from mds.dataset import METADATA_FILE, METADATA_SCHEMA, is_remote, read_index, read_json, split_address
+from mds.fetch import known_digest
+from mds.images import IMAGE_SUFFIXES, RawImage, SampleError, decode_image, detect_format, read_captions, size_of
+from mds.index import check_adopted_columns, file_in_store
+from mds.shard_file import read_samples
+from mds.shard_table import ShardTable
+from prepare.addresses import open_address
+from prepare.arguments import parse_arguments
 from prepare.encoder import open_shard
-from prepare.places import open_place
-from prepare.words import read_words
-from stages.adopted import Columns, wrong_encoding
-from stages.dataset import FACTS_FILE, FACTS_SCHEMA, is_remote, read_index, read_json, split_place
-from stages.fetch import known_digest
-from stages.image_files import IMAGE_SUFFIXES, format_of
-from stages.images import Pixels, SampleError, captions_of, decode_image, size_of
-from stages.index_file import check_named_columns, stored_file
-from stages.shard_table import ShardTable
 
-NAMES = {
+USUAL_NAMES = {
     "image": ("image", *IMAGE_SUFFIXES, "img", "picture"),
     "captions": ("caption", "captions", "text", "prompt", "txt"),
     "key": ("key", "__key__", "id", "uid", "image_id"),
@@ -63,12 +63,12 @@ class AdoptConfig:
     """The keys of this command."""
 
     image: str | None = None
-    """Column of the pictures. null: found by its name."""
+    """Column of the images. null: found by its name."""
     caption: str | None = None
     """Column of the captions; several with commas between them. null: found by its name."""
     key: str | None = None
     """Column of the keys. null: found by its name; where there is none, the sample's number."""
-    facts: str | None = None
+    metadata: str | None = None
     """Where to write dataset.json, if not beside index.json: a file, or an address."""
     shards: int = limited(4, 1, 1000)
     """Shards to read."""
@@ -81,7 +81,7 @@ class AdoptConfig:
 # --- columns ---
 
 
-def find_columns(config: AdoptConfig, encodings: Mapping[str, str]) -> Columns:
+def find_columns(config: AdoptConfig, encodings: Mapping[str, str]) -> AdoptedColumns:
     """Return the columns to read. Raises ConfigError: a column is missing, or cannot be read so.
 
     Args:
@@ -96,7 +96,7 @@ def find_columns(config: AdoptConfig, encodings: Mapping[str, str]) -> Columns:
         for name in names:
             if name not in encodings:
                 problems.append(f"{key}: the data set has no column {name}. It has: {has}.")
-            elif possible := wrong_encoding(what, encodings[name]):
+            elif possible := encoding_problem(what, encodings[name]):
                 problems.append(f"{key}: column {name} is {encodings[name]}. Possible: {possible}.")
         if not names:
             names += _usual_columns(what, encodings)
@@ -106,13 +106,15 @@ def find_columns(config: AdoptConfig, encodings: Mapping[str, str]) -> Columns:
         problems.append("command line: a column is named twice. Each is read as one thing.")
     if problems:
         raise ConfigError(problems)
-    return Columns(image=named["image"][0], captions=tuple(named["captions"]), key=next(iter(named["key"]), None))
+    return AdoptedColumns(
+        image=named["image"][0], captions=tuple(named["captions"]), key=next(iter(named["key"]), None)
+    )
 
 
 def _usual_columns(what: str, encodings: Mapping[str, str]) -> list[str]:
     by_name = {name.lower(): name for name in reversed(encodings)}
-    for name in NAMES[what]:
-        if name in by_name and wrong_encoding(what, encodings[by_name[name]]) is None:
+    for name in USUAL_NAMES[what]:
+        if name in by_name and encoding_problem(what, encodings[by_name[name]]) is None:
             return [by_name[name]]
     images = [name for name, encoding in encodings.items() if what == "image" and encoding in ("jpeg", "png", "pil")]
     return images if len(images) == 1 else []
@@ -122,7 +124,7 @@ def _usual_columns(what: str, encodings: Mapping[str, str]) -> list[str]:
 
 
 @dataclass
-class Seen:
+class SampledRows:
     """What was read of some rows."""
 
     rows: int = 0
@@ -140,9 +142,9 @@ class Seen:
         self.rows += 1
         self.keys.append(sample["key"])
         try:
-            texts, image = captions_of(sample), decode_image(sample["jpg"])
+            texts, image = read_captions(sample), decode_image(sample["jpg"])
             self.lengths += map(len, texts)
-            self.formats["pixels" if isinstance(sample["jpg"], Pixels) else format_of(sample["jpg"])] += 1
+            self.formats["pixels" if isinstance(sample["jpg"], RawImage) else detect_format(sample["jpg"])] += 1
             self.sides.append(min(size_of(image)))
         except SampleError as error:
             self.unusable[str(error)] += 1
@@ -153,11 +155,11 @@ class Seen:
         return {
             "image": f"{formats}; shorter side {min(self.sides):,} to {max(self.sides):,} px",
             "captions": f"{len(self.lengths)} of {min(self.lengths):,} to {max(self.lengths):,} characters",
-            "key": f"{len(set(self.keys))} different of {self.rows}, e.g. {printable(self.keys[0])[:40]}",
+            "key": f"{len(set(self.keys))} different of {self.rows}, e.g. {to_printable(self.keys[0])[:40]}",
         }
 
 
-def choose(sizes: Sequence[int], config: AdoptConfig) -> dict[int, list[int]]:
+def choose_rows(sizes: Sequence[int], config: AdoptConfig) -> dict[int, list[int]]:
     """Choose rows of the first, the last and some other shards: shard -> rows, both in order."""
     random, filled = np.random.default_rng(config.seed), [number for number, size in enumerate(sizes) if size]
     shards = sorted({filled[0], filled[-1], *random.permutation(filled[1:-1])[: max(0, config.shards - 2)].tolist()})
@@ -166,77 +168,87 @@ def choose(sizes: Sequence[int], config: AdoptConfig) -> dict[int, list[int]]:
     return {shard: sorted(random.permutation(sizes[shard])[:each].tolist()) for shard in shards}
 
 
-def read_rows(remote: str, shards: ShardTable, columns: Columns, config: AdoptConfig) -> Seen:
+def read_rows(remote: str, shards: ShardTable, columns: AdoptedColumns, config: AdoptConfig) -> SampledRows:
     """Fetch a few shards, and read rows of them. Raises Failed: a shard is missing or damaged, or no row is usable."""
-    place, seen = open_place(remote), Seen()
+    address, sampled = open_address(remote), SampledRows()
     firsts = np.cumsum([0, *shards.samples]).tolist()
-    for number, rows in choose(shards.samples.tolist(), config).items():
+    for number, rows in choose_rows(shards.samples.tolist(), config).items():
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                reader = open_shard(place, {**shards[number], "first": firsts[number]}, Path(scratch), columns)
-                for row in rows:
-                    seen.add(reader[row])
+                shard = open_shard(address, {**shards[number], "first": firsts[number]}, Path(scratch), columns)
+                for sample in read_samples(shard, rows):
+                    sampled.add(sample)
             except (Failed, RuntimeError, OSError, IndexError) as error:
                 raise Failed(f"REMOTE: {str(error).removeprefix('IN: ').removeprefix('data: ')}") from error
-        seen.shards += 1
-        seen.num_bytes += stored_file(shards[number])["bytes"]
-    if not seen.sides:
-        reasons = "; ".join(f"{reason}: {num}" for reason, num in seen.unusable.most_common())
-        given = f"none of {seen.rows} rows can be used ({reasons}), read as {', '.join(columns.named)}"
-        raise Failed(f"REMOTE: {remote}: {given}. Name other columns: image=COLUMN caption=COLUMN.")
-    return seen
+        sampled.shards += 1
+        sampled.num_bytes += file_in_store(shards[number])["bytes"]
+    if not sampled.sides:
+        reasons = "; ".join(f"{reason}: {num}" for reason, num in sampled.unusable.most_common())
+        problem = f"none of {sampled.rows} rows can be used ({reasons}), read as {', '.join(columns.named)}"
+        raise Failed(f"REMOTE: {remote}: {problem}. Name other columns: image=COLUMN caption=COLUMN.")
+    return sampled
 
 
 # --- the command ---
 
 
-def report(shards: ShardTable, columns: Columns, encodings: Mapping[str, str], seen: Seen) -> str:
+def format_report(
+    shards: ShardTable, columns: AdoptedColumns, encodings: Mapping[str, str], sampled: SampledRows
+) -> str:
     """Return what was found, in a table."""
-    lines, named = seen.lines(), columns.named
+    lines, named = sampled.lines(), columns.named
     rows = [
         (KEY_OF.get(named[name], named[name]), name, encodings[name], lines.pop(named[name], ""))
         for name in sorted(named, key=list(encodings).index)
     ]
     rows += [("not read", name, encoding, "") for name, encoding in encodings.items() if name not in named]
     packed = sorted({shard["compression"] or "not compressed" for shard in shards})
-    kinds = sorted({(known_digest(stored_file(shard)["hashes"]) or ("no hashes", ""))[0] for shard in shards})
+    kinds = sorted({(known_digest(file_in_store(shard)["hashes"]) or ("no hashes", ""))[0] for shard in shards})
     samples = int(shards.samples.sum())
     text = [f"{samples:,} samples in {len(shards):,} shards; {', '.join(packed)}; {', '.join(kinds)}"]
-    head = ("read as", "column", "encoding", f"in {seen.rows} rows of {seen.shards} shards")
-    text.append(as_table(head, rows, "llll"))
-    if seen.unusable:
-        reasons = "; ".join(f"{reason}: {num}" for reason, num in seen.unusable.most_common(5))
-        text.append(f"unusable: {seen.unusable.total()} of {seen.rows} rows ({reasons}); see data.max_bad_samples")
+    head = ("read as", "column", "encoding", f"in {sampled.rows} rows of {sampled.shards} shards")
+    text.append(render_table(head, rows, "llll"))
+    if sampled.unusable:
+        reasons = "; ".join(f"{reason}: {num}" for reason, num in sampled.unusable.most_common(5))
+        text.append(
+            f"unusable: {sampled.unusable.total()} of {sampled.rows} rows ({reasons}); see data.max_bad_samples"
+        )
     others = [
-        n for n, e in encodings.items() if n not in named and n.lower() in NAMES["captions"] and e in ("str", "json")
+        n
+        for n, e in encodings.items()
+        if n not in named and n.lower() in USUAL_NAMES["captions"] and e in ("str", "json")
     ]
     if others:
         text.append(f"further captions, not read; to read all: caption={','.join([*columns.captions, *others])}")
     return "\n".join(text)
 
 
-def check_is_of_others(at: str) -> None:
+def check_is_third_party(metadata_path: str) -> None:
     """Raise Refused where dataset.json of a stage of our own would be replaced."""
     try:
-        there = read_json(*split_place(at))[1]
+        existing = read_json(*split_address(metadata_path))[1]
     except ValueError:
         return  # nothing there, or nothing that a run would take
-    if there.get("columns") is None and there.get("schema") is not None:
-        raise Refused(f"{at} is that of a stage which needs no adoption. Give another REMOTE, or facts=PATH.")
+    if existing.get("columns") is None and existing.get("schema") is not None:
+        raise Refused(
+            f"{metadata_path} is that of a stage which needs no adoption. Give another REMOTE, or metadata=PATH."
+        )
 
 
-def write(content: Mapping[str, Any], at: str) -> None:
+def write_metadata(content: Mapping[str, Any], metadata_path: str) -> None:
     """Write dataset.json, whole or not at all. Raises Failed: not possible there."""
     text = json.dumps(content, indent=2) + "\n"
     try:
-        if is_remote(at):
-            folder, name = split_place(at)
-            open_place(folder).put_bytes(name, text.encode())
+        if is_remote(metadata_path):
+            folder, name = split_address(metadata_path)
+            open_address(folder).put_bytes(name, text.encode())
         else:
-            Path(at).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(Path(at), text)
+            Path(metadata_path).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(Path(metadata_path), text)
     except (OSError, ValueError, ImportError) as error:
-        raise Failed(f"{at} cannot be written: {error}. Give facts=PATH here, and data.facts=PATH to a run.") from error
+        raise Failed(
+            f"{metadata_path} cannot be written: {error}. Give metadata=PATH here, and data.metadata=PATH to a run."
+        ) from error
 
 
 def adopt(remote: str, config: AdoptConfig) -> None:
@@ -245,39 +257,42 @@ def adopt(remote: str, config: AdoptConfig) -> None:
     Raises:
         ConfigError: it cannot be read as a stage. Refused: it is one. Failed: what was read is damaged; not written.
     """
-    started, at = time.monotonic(), config.facts or f"{remote.rstrip('/')}/{FACTS_FILE}"
+    started, metadata_path = time.monotonic(), config.metadata or f"{remote.rstrip('/')}/{METADATA_FILE}"
     try:
         index = read_index(remote)
         shards = index.shards
-        check_is_of_others(at)
+        check_is_third_party(metadata_path)
         encodings = dict(zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True))
         columns = find_columns(config, encodings)
-        check_named_columns(remote, columns, shards)
+        check_adopted_columns(remote, columns, shards)
     except (ConfigError, Refused):
         raise
     except ValueError as error:
         raise ConfigError([f"REMOTE: {error}"]) from error
-    seen = read_rows(remote, shards, columns, config)
-    print(report(shards, columns, encodings, seen))
+    sampled = read_rows(remote, shards, columns, config)
+    print(format_report(shards, columns, encodings, sampled))
     facts = {
-        "schema": FACTS_SCHEMA,
+        "schema": METADATA_SCHEMA,
         "stage": "images",
         "samples": int(shards.samples.sum()),
         "index_sha256": index.sha256,
         "made_by": "prepare.adopt",
-        "columns": columns.as_facts(),
-        "sampled": {"shards": seen.shards, "rows": seen.rows, "unusable": seen.unusable.total()},
+        "columns": columns.as_metadata(),
+        "sampled": {"shards": sampled.shards, "rows": sampled.rows, "unusable": sampled.unusable.total()},
     }
-    write(facts, at)
-    sizes = f"{seen.num_bytes + index.num_bytes:,} bytes of {seen.shards} shards and index.json"
-    print(f"{at} written; {sizes} read in {time.monotonic() - started:.2f} s")
-    print(f"composer benchmark.py data.remote={remote}{f' data.facts={at}' if config.facts else ''}", flush=True)
+    write_metadata(facts, metadata_path)
+    sizes = f"{sampled.num_bytes + index.num_bytes:,} bytes of {sampled.shards} shards and index.json"
+    print(f"{metadata_path} written; {sizes} read in {time.monotonic() - started:.2f} s")
+    print(
+        f"composer benchmark.py data.remote={remote}{f' data.metadata={metadata_path}' if config.metadata else ''}",
+        flush=True,
+    )
 
 
-@command(__doc__)
+@command(keys=AdoptConfig)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    paths, config, problems = read_words(argv, AdoptConfig)
+    paths, config, problems = parse_arguments(argv, AdoptConfig)
     if config is None:
         return 0
     if len(paths) != 1:

@@ -1,18 +1,18 @@
-"""Sort a stage `images` into aspect-ratio buckets, so that a batch has one size and little of a picture is cut off.
+"""Sort a stage `images` into aspect-ratio buckets, so that a batch has one size and little of an image is cut off.
 
     python -m prepare.buckets IN OUT image_size=512
     python -m prepare.buckets s3://bucket/images s3://bucket/images_512 image_size=512 max_aspect=2
 
 IN: a stage `images`, a folder or an address in a store. OUT: a folder that is new, empty or from the same command, or an
-address in a store. The sizes are SDXL's (arXiv:2307.01952, appendix I), about image_size x image_size pixels each. A picture
-goes to the size whose aspect is nearest to its own. OUT has a stage for each size, e.g. OUT/576x448, with the pictures' own
+address in a store. The sizes are SDXL's (arXiv:2307.01952, appendix I), about image_size x image_size pixels each. An image
+goes to the size whose aspect is nearest to its own. OUT has a stage for each size, e.g. OUT/576x448, with the images' own
 bytes. A run trains in buckets where data.remote is such a set; prepare.latents makes moments of it, bucket by bucket.
 
     image_size   side of the square whose pixels each size has about, 512
     step         sides are multiples of it, pixels, 8
     max_aspect   sizes longer than this are left out, null: those of SDXL, up to 4
     shard_size   largest size of a shard, 64mb; IN is read in groups of eight times that, which lie in memory
-    facts        dataset.json of a data set of others, if it does not lie in IN
+    metadata     dataset.json of a third-party data set, if it does not lie in IN
 
 If stopped at any point, the same command resumes.
 Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
@@ -28,32 +28,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
-from cli.command import command, start
-from cli.errors import ConfigError
-from cli.limits import ImageSize, limited, size_in_bytes
-from prepare.counts import SampleCounts, where_to_look
+from common.command import command, start
+from common.errors import ConfigError
+from common.value_types import ImageSize, bytes_to_int, limited, size_in_bytes
+from families.spec import MAX_SIDE_PX
+from mds.dataset import Dataset
+from mds.images import SampleError, bucket_sizes, decode_image, nearest_bucket, read_captions, size_of
+from mds.shard_file import read_samples
+from prepare.addresses import Address, open_address, out_problem, report_write_errors
+from prepare.arguments import parse_arguments
 from prepare.encoder import open_shard
-from prepare.latents import open_input
+from prepare.latents import open_input_dataset
 from prepare.parts import (
     Part,
     Plan,
-    begin,
+    SampleCounts,
+    begin_dataset,
     bucket_name,
-    finish,
-    finish_set,
+    build_bucket_set_plan,
+    finish_bucket_set,
+    finish_dataset,
+    format_destination,
     make_part,
     parts_to_make,
-    plan_of_set,
 )
-from prepare.places import Place, open_place, out_problem, writing
-from prepare.words import read_words
-from stages.buckets import bucket_of, bucket_sizes
-from stages.dataset import Stage
-from stages.images import SampleError, captions_of, decode_image, size_of
-from zoo.spec import MAX_SIDE_PX
 
 GROUP = 8  # shards' sizes that are in memory at once
 
@@ -70,8 +70,8 @@ class BucketsConfig:
     """Sizes whose longer side is more than this times the shorter one are left out. null: those of SDXL, up to 4."""
     shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
     """Size of a shard."""
-    facts: str | None = None
-    """dataset.json of a data set that others have written (prepare.adopt), if it does not lie there: a file or address."""
+    metadata: str | None = None
+    """dataset.json of a third-party data set (prepare.adopt), if it is elsewhere: a file or address."""
 
     @property
     def sizes(self) -> list[ImageSize]:
@@ -79,7 +79,7 @@ class BucketsConfig:
         return bucket_sizes(self.image_size, step_px=self.step, max_aspect=self.max_aspect or math.inf)
 
 
-def groups_of(shards: Sequence[Mapping[str, Any]], group_bytes: int) -> list[list[Mapping[str, Any]]]:
+def group_shards(shards: Sequence[Mapping[str, Any]], group_bytes: int) -> list[list[Mapping[str, Any]]]:
     """Cut a stage's shards into groups of at most so many bytes, at least one shard each."""
     groups, size = [], 0
     for shard in shards:
@@ -92,14 +92,21 @@ def groups_of(shards: Sequence[Mapping[str, Any]], group_bytes: int) -> list[lis
     return groups
 
 
-def plan_for(
-    size: ImageSize, config: BucketsConfig, stage: Stage, groups: Sequence[Sequence[Mapping[str, Any]]]
+def build_plan(
+    size: ImageSize, config: BucketsConfig, dataset: Dataset, groups: Sequence[Sequence[Mapping[str, Any]]]
 ) -> Plan:
     """Return a bucket's plan: a part of it is made from each group of shards."""
-    own = {"caption": "str", "captions": "json", "key": "str", "jpg": "bytes", "width": "int", "height": "int"}
-    columns = own if stage.adopted else dict(zip(stage.columns, stage.encodings, strict=True))
-    source = {"index_sha256": stage.index_sha256, "samples": stage.num_samples}
-    source |= {"columns": stage.adopted.as_facts()} if stage.adopted else {}
+    image_columns = {
+        "caption": "str",
+        "captions": "json",
+        "key": "str",
+        "jpg": "bytes",
+        "width": "int",
+        "height": "int",
+    }
+    columns = image_columns if dataset.adopted else dict(zip(dataset.columns, dataset.encodings, strict=True))
+    source = {"index_sha256": dataset.index_sha256, "samples": dataset.num_samples}
+    source |= {"columns": dataset.adopted.as_metadata()} if dataset.adopted else {}
     facts = {"image_size": list(size), "source": source}
     inputs = [
         {"name": group[0]["raw_data"]["basename"], "shards": len(group), "samples": sum(s["samples"] for s in group)}
@@ -108,16 +115,16 @@ def plan_for(
     return Plan("prepare.buckets", "images", columns, bytes_to_int(config.shard_size), facts, inputs)
 
 
-def rows_of(
-    stage: Stage, source: Place, shards: Sequence[Mapping[str, Any]]
+def read_rows(
+    dataset: Dataset, source: Address, shards: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], str | None]]:
-    """Yield the rows of some shards with their pictures' sizes, and why one cannot be used."""
+    """Yield the rows of some shards with their images' sizes, and why one cannot be used."""
     for shard in shards:
         with tempfile.TemporaryDirectory() as folder:
-            for sample in open_shard(source, shard, Path(folder), stage.adopted):
+            for sample in read_samples(open_shard(source, shard, Path(folder), dataset.adopted)):
                 try:
-                    if stage.adopted:
-                        captions = captions_of(sample)
+                    if dataset.adopted:
+                        captions = read_captions(sample)
                         width, height = size_of(decode_image(sample["jpg"]))
                         sample |= {"caption": captions[0], "captions": captions, "width": width, "height": height}
                 except SampleError as error:
@@ -127,22 +134,22 @@ def rows_of(
 
 
 def make_parts(
-    places: dict[ImageSize, Place],
+    addresses: dict[ImageSize, Address],
     plans: dict[ImageSize, Plan],
     groups: Sequence[Sequence[Mapping[str, Any]]],
     rows: Any,
 ) -> None:
     """Make every bucket's part of each group, where one is missing."""
-    todo = {size: set(parts_to_make(places[size], plan)) for size, plan in plans.items()}
+    todo = {size: set(parts_to_make(addresses[size], plan)) for size, plan in plans.items()}
     sizes = list(plans)
     for number in tqdm(sorted(set().union(*todo.values())), unit=" groups", desc="buckets"):
         of_bucket: dict[ImageSize, list[tuple[dict[str, Any], str | None]]] = {size: [] for size in sizes}
         for row, problem in rows(groups[number]):
-            size = sizes[0] if problem else sizes[bucket_of((row["width"], row["height"]), sizes)]
+            size = sizes[0] if problem else sizes[nearest_bucket((row["width"], row["height"]), sizes)]
             of_bucket[size].append((row, problem))
-        for size, found in of_bucket.items():
+        for size, rows_of_bucket in of_bucket.items():
             if number in todo[size]:
-                make_part(places[size], plans[size], number, functools.partial(_fill, found))
+                make_part(addresses[size], plans[size], number, functools.partial(_fill, rows_of_bucket))
 
 
 def _fill(rows: Sequence[tuple[dict[str, Any], str | None]], number: int, part: Part) -> None:
@@ -154,65 +161,65 @@ def _fill(rows: Sequence[tuple[dict[str, Any], str | None]], number: int, part: 
             part.skip(str(row["key"]), problem)
 
 
-def write_set(
-    config: BucketsConfig, source: Place, stage: Stage, shards: Sequence[Mapping[str, Any]], place: Place
+def write_bucket_set(
+    config: BucketsConfig, source: Address, dataset: Dataset, shards: Sequence[Mapping[str, Any]], address: Address
 ) -> SampleCounts:
     """Make the set, or its missing parts. Raises Refused: OUT has other content; Failed, OSError: the work had to stop."""
     shard_size, sizes, counts = bytes_to_int(config.shard_size), config.sizes, SampleCounts()
-    groups = groups_of(shards, GROUP * shard_size)
-    plans = {size: plan_for(size, config, stage, groups) for size in sizes}
+    groups = group_shards(shards, GROUP * shard_size)
+    plans = {size: build_plan(size, config, dataset, groups) for size in sizes}
     facts = {**plans[sizes[0]].facts, "image_size": [config.image_size] * 2}
-    whole = plan_of_set("prepare.buckets", "images", shard_size, sizes, facts)
-    with place.only_writer():
-        begin(place, whole)
-        places = {size: open_place(f"{place.address.rstrip('/')}/{bucket_name(size)}") for size in sizes}
+    whole = build_bucket_set_plan("prepare.buckets", "images", shard_size, sizes, facts)
+    with address.lock_for_writing():
+        begin_dataset(address, whole)
+        addresses = {size: open_address(f"{address.location.rstrip('/')}/{bucket_name(size)}") for size in sizes}
         for size in sizes:
-            begin(places[size], plans[size])
-        make_parts(places, plans, groups, functools.partial(rows_of, stage, source))
+            begin_dataset(addresses[size], plans[size])
+        make_parts(addresses, plans, groups, functools.partial(read_rows, dataset, source))
         written = {}
         for size in sizes:
-            of_bucket = finish(places[size], plans[size])
+            of_bucket = finish_dataset(addresses[size], plans[size])
             counts.add(of_bucket)
             written[size] = of_bucket.written
-        finish_set(place, whole, written)
+        finish_bucket_set(address, whole, written)
     return counts
 
 
-@command(__doc__)
+@command(keys=BucketsConfig)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    paths, config, problems = read_words(argv, BucketsConfig)
-    found = None
+    paths, config, problems = parse_arguments(argv, BucketsConfig)
+    source_input = None
     if config is None:
         return 0
     if len(paths) != 2:
         problems.append("command line: IN and OUT have to be given. python -m prepare.buckets --help says more.")
     else:
         try:
-            found = open_input(paths[0], config.facts)
+            source_input = open_input_dataset(paths[0], config.metadata)
         except ValueError as error:
             problems.append(str(error))
         problem = out_problem(paths[1], paths[:1])
         problems += [problem] if problem else []
-    problems += [] if found is None else input_problems(paths[0], found[1])
+    problems += [] if source_input is None else input_problems(paths[0], source_input[1])
     if problems:
         raise ConfigError(problems)
-    assert found is not None
-    with writing(paths[1]):
-        counts = write_set(config, *found, open_place(paths[1]))
-    print(f"{counts}; {where_to_look(counts, paths[1])}", flush=True)
+    assert source_input is not None
+    with report_write_errors(paths[1]):
+        counts = write_bucket_set(config, *source_input, open_address(paths[1]))
+    print(f"{counts}; {format_destination(counts, paths[1])}", flush=True)
     return counts.exit_code
 
 
-def input_problems(location: str, stage: Stage) -> list[str]:
+def input_problems(location: str, dataset: Dataset) -> list[str]:
     """Say why a stage cannot be sorted."""
-    if stage.buckets:
+    if dataset.buckets:
         return [f"IN: {location} has buckets already. Give the stage that they were made of."]
     if (
-        stage.adopted is not None
-        and dict(zip(stage.columns, stage.encodings, strict=True))[stage.adopted.image] == "pil"
+        dataset.adopted is not None
+        and dict(zip(dataset.columns, dataset.encodings, strict=True))[dataset.adopted.image] == "pil"
     ):
-        return [f"IN: {location} has pictures as pixels, which no stage holds. Write them as jpeg, png or bytes."]
+        return [f"IN: {location} has images as pixels, which no stage holds. Write them as jpeg, png or bytes."]
     return []
 
 

@@ -19,15 +19,15 @@ from collections.abc import Sequence
 from composer.utils import dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cli.command import command, start
-from cli.command_line import parse_command_line
-from cli.errors import ConfigError
+from common.command import command, start
+from common.command_line import parse_command_line
+from common.errors import ConfigError
 from config import load
-from preflight.checks import CHECKS, ERROR, OK, WARNING, Case, Check, Finding, findings_of
-from training.run_config import ALIASES, RunConfig
+from preflight.checks import CHECKS, ERROR, OK, WARNING, Check, CheckedRun, Finding, findings_of
+from training.config import ALIASES, RunConfig
 
 
-def look(check: Check, case: Case) -> list[Finding]:
+def run_check(check: Check, case: CheckedRun) -> list[Finding]:
     """Make a check in a thread, and wait for it no longer than its limit."""
     outcome: list[Finding] = []
 
@@ -42,8 +42,8 @@ def look(check: Check, case: Case) -> list[Finding]:
     thread.start()
     thread.join(check.limit_sec)
     if thread.is_alive():
-        places = ", ".join(source.location or "" for source in case.config.data.sources)
-        where = f"{places} did not answer" if check.name == "store" else "no answer"
+        locations = ", ".join(source.location or "" for source in case.config.data.sources)
+        where = f"{locations} did not answer" if check.name == "store" else "no answer"
         text = (
             f"{where} within {check.limit_sec:g} s. Look whether the store, the name server or the file system hangs."
         )
@@ -51,7 +51,7 @@ def look(check: Check, case: Case) -> list[Finding]:
     return outcome
 
 
-@command(__doc__, needs_words=False)
+@command(keys=RunConfig, needs_words=False)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     if dist.get_local_rank() != 0:
@@ -60,13 +60,13 @@ def main(argv: Sequence[str]) -> int:
     if command_line.print_config:
         raise ConfigError(["command line: --print_config is for benchmark.py. Leave it out here."])
     with FakeTensorMode():
-        pass  # without a GPU, torch 2.10 crashes in a second one if the first was in a thread that has ended, see `look`
-    case = Case(load(RunConfig, command_line, check=lambda config: []), reads_stages=False)
+        pass  # without a GPU, torch 2.10 crashes in a second one if the first was in a thread that has ended, see `run_check`
+    case = CheckedRun(load(RunConfig, command_line, check=lambda config: []), reads_datasets=False)
     levels = []
     for group, of_group in CHECKS.items():
         print(f"--- {group} ---", flush=True)
         for check in of_group:
-            for finding in look(check, case):
+            for finding in run_check(check, case):
                 levels.append(finding.level)
                 print(f"{finding.level:<7} {check.name:<11} {finding.text.removeprefix(f'{check.name}: ')}", flush=True)
     counts = {level: levels.count(level) for level in (ERROR, WARNING, OK)}

@@ -17,31 +17,32 @@ from typing import Any
 import numpy as np
 import torch
 from composer.utils import dist
-from streaming.base.format.mds.reader import MDSReader
+from streaming.base.format.mds.encodings import is_mds_encoding_safe
 from torch import Tensor
 
-from cli.errors import Failed
-from cli.limits import ImageSize
+from common.errors import Failed
+from common.value_types import ImageSize
+from families import load_family
+from families.encoders import ModelConfig, build_encoders
+from mds.adopted import AdoptedColumns
+from mds.fetch import DamagedFile, check_file, decompress_file, known_digest
+from mds.images import SampleError, crop_geometry, decode_image, read_captions, resize_and_crop, size_of
+from mds.index import file_in_store
+from mds.moments import FLIPPED_COLUMN, TIMESTEP_COLUMN
+from mds.shard_file import read_sample
+from mds.shard_table import Shard, build_table
+from mds.videos import read_clip
 from model import AUTOCAST_DTYPES, normalize_images
-from prepare.moments import check_finite, check_timestep, to_float16, tokens_of
+from prepare.addresses import Address
+from prepare.moment_rows import check_finite, check_timestep, to_float16, tokenize_captions
 from prepare.parts import Part
-from prepare.places import Place
-from stages.adopted import Columns
-from stages.fetch import Damaged, check_file, known_digest, unpack
-from stages.images import SampleError, captions_of, decode_image, resize_and_crop, shown_part, size_of
-from stages.index_file import stored_file
-from stages.moments import FLIPPED, TIMESTEP
-from stages.videos import read_clip
-from training.device import check_gpus
-from zoo import load_family
-from zoo.encoders import build_encoders
-from zoo.model_config import ModelConfig
+from training.trainer import check_gpus
 
-AGAIN = "Make that stage again, or copy it anew"
+REMAKE_HINT = "Make that stage again, or copy it anew"
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedSample:
     """One sample of IN; `problem` says why it is unusable."""
 
     key: str
@@ -49,36 +50,38 @@ class Decoded:
     image: Tensor | None = None
     """(3, H, W), of the family's type, or (3, F, H, W)."""
     sizes: tuple[int, ...] = ()
-    """See `stages.images.shown_part`."""
+    """See `mds.images.crop_geometry`."""
     metadata: Any = None
     problem: str | None = None
 
 
-def decode_row(reader: MDSReader, size: ImageSize, dtype: torch.dtype, rate: float | None, row: int) -> Decoded:
+def decode_row(shard: Shard, size: ImageSize, dtype: torch.dtype, rate: float | None, row: int) -> DecodedSample:
     """Read, decode, resize and crop one sample, of a video the clip in its middle; in a thread.
 
     Args:
-        rate: frames a second of clips, see `stages.videos.read_clip`.
+        rate: frames a second of clips, see `mds.videos.read_clip`.
     """
     try:
-        sample = reader[row]
+        sample = read_sample(shard, row)
     except OSError as error:
-        raise Failed(f"IN: {reader.raw_data.basename} cannot be read: {error}. The same command resumes it.") from error
+        raise Failed(f"IN: {shard.name} cannot be read: {error}. The same command resumes it.") from error
     key, metadata = str(sample["key"]), sample.get("metadata")
     sizes: tuple[int, ...] = ()
     try:
-        captions = captions_of(sample)
+        captions = read_captions(sample)
         if len(size) > 2:
             image = read_clip(sample, size, rate=rate).permute(3, 0, 1, 2)
         else:
             pixels = decode_image(sample["jpg"])
-            image, sizes = resize_and_crop(pixels, size, dtype), shown_part(size_of(pixels), size)
+            image, sizes = resize_and_crop(pixels, size, dtype), crop_geometry(size_of(pixels), size)
     except SampleError as error:
-        return Decoded(key, problem=str(error))
-    return Decoded(key, captions, image, sizes, metadata)
+        return DecodedSample(key, problem=str(error))
+    return DecodedSample(key, captions, image, sizes, metadata)
 
 
-def in_order(pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], ahead: int) -> Iterator[Any]:
+def map_in_order(
+    pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], ahead: int
+) -> Iterator[Any]:
     """Yield work(item) in the order of the items, with at most `ahead` results waiting."""
     items, waiting = iter(items), deque()
     for item in itertools.islice(items, ahead):
@@ -99,7 +102,7 @@ class Encoder:
         precision: fp32, tf32 or bf16.
         batch_size: images per call of the VAE.
         store_text: whether rows contain the text states.
-        tiling: the VAE encodes a picture in overlapping tiles.
+        tiling: the VAE encodes an image in overlapping tiles.
     """
 
     def __init__(
@@ -117,18 +120,18 @@ class Encoder:
         self.batch_size = batch_size
         self.store_text = store_text
         self.normalize = normalize
-        self.device = build_device(precision)
+        self.device = configure_device(precision)
         if config.frozen_device == "cpu":
             self.device = torch.device("cpu")
         self.family = load_family(config.family, config.preset, config.variant)
-        self.image_dtype = self.family.columns(self.family.pictures, size)[self.family.pictures].dtype
+        self.image_dtype = self.family.columns(self.family.media, size)[self.family.media].dtype
         self.encoders = build_encoders(self.family, config.weights, config.vae_precision)
         if tiling:
             self.encoders.modules["vae"].enable_tiling()
         self.empty_text = self.family.tokenize([""])
         self.encoders.to(self.device, AUTOCAST_DTYPES.get(precision, torch.float32))
 
-    def text_states(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def encode_text_states(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """# (B, L) tokens by column -> (B, L, D) by state; empty if they are not stored."""
         if not self.store_text:
             return {}
@@ -136,21 +139,24 @@ class Encoder:
         with torch.no_grad():
             return self.family.encode_text(self.encoders.modules, on_device)
 
-    def empty_states(self) -> dict[str, np.ndarray]:
+    def encode_empty_text(self) -> dict[str, np.ndarray]:
         """Return what a run drops captions to, float16 (L, D) or (P,) by state; {}: it needs none, or they are not stored."""
-        states = {} if self.family.empty_is_zero else self.text_states(self.empty_text)
+        states = {} if self.family.has_zero_empty_condition else self.encode_text_states(self.empty_text)
         return {name: np.ascontiguousarray(to_float16(of_empty)[0]) for name, of_empty in states.items()}
 
     @torch.no_grad()
-    def columns_of(self, images: Tensor) -> dict[str, np.ndarray]:
-        """# (B, 3, H, W), of the family's type -> moments, float16 (B, 2C, h, w): mean | logvar, unscaled; and `beside`."""
+    def encode_images(self, images: Tensor) -> dict[str, np.ndarray]:
+        """# (B, 3, H, W), of the family's type -> "moments", float16 (B, 2C, h, w): mean | logvar, unscaled.
+
+        Also the columns that `Family.encode_image_columns` makes.
+        """
         modules, normalized = self.encoders.modules, normalize_images(images.to(self.device), self.normalize)
-        found = {"moments": self.family.encode_images(modules, normalized)}
-        found |= self.family.encode_beside(modules, normalized)
-        return {name: to_float16(values) for name, values in found.items()}
+        columns = {"moments": self.family.encode_images(modules, normalized)}
+        columns |= self.family.encode_image_columns(modules, normalized)
+        return {name: to_float16(values) for name, values in columns.items()}
 
     def fill(
-        self, part: Part, samples: Iterator[Decoded], columns: Collection[str], done: Callable[[int], Any]
+        self, part: Part, samples: Iterator[DecodedSample], columns: Collection[str], done: Callable[[int], Any]
     ) -> None:
         """Write one shard's samples to a part, `batch_size` of the usable ones at a time.
 
@@ -161,22 +167,26 @@ class Encoder:
         usable = self._usable(part, samples, done)
         while batch := list(itertools.islice(usable, self.batch_size)):
             images = torch.stack([sample.image for sample in batch])
-            values = self.columns_of(images)
-            values |= {FLIPPED: self.columns_of(images.flip(-1))["moments"]} if FLIPPED in columns else {}
+            values = self.encode_images(images)
+            values |= (
+                {FLIPPED_COLUMN: self.encode_images(images.flip(-1))["moments"]} if FLIPPED_COLUMN in columns else {}
+            )
             of_vae = list(values)
-            values |= (tokens := tokens_of(self.family, [sample.captions[0] for sample in batch]))
-            states = self.text_states({k: torch.from_numpy(column.astype(np.int64)) for k, column in tokens.items()})
+            values |= (tokens := tokenize_captions(self.family, [sample.captions[0] for sample in batch]))
+            states = self.encode_text_states(
+                {k: torch.from_numpy(column.astype(np.int64)) for k, column in tokens.items()}
+            )
             values |= {name: to_float16(column) for name, column in states.items()}
             for number, sample in enumerate(batch):
                 row = {name: column[number] for name, column in values.items()}
                 try:
                     for name in of_vae:
-                        check_finite("moments" if name == FLIPPED else name, row[name])
+                        check_finite("moments" if name == FLIPPED_COLUMN else name, row[name])
                     for name in states:
                         check_finite(f"{name} states", row[name])
-                    if TIMESTEP in columns:
-                        row[TIMESTEP] = check_timestep(
-                            sample.metadata.get(TIMESTEP) if isinstance(sample.metadata, dict) else None
+                    if TIMESTEP_COLUMN in columns:
+                        row[TIMESTEP_COLUMN] = check_timestep(
+                            sample.metadata.get(TIMESTEP_COLUMN) if isinstance(sample.metadata, dict) else None
                         )
                 except SampleError as error:
                     part.skip(sample.key, str(error))
@@ -186,7 +196,7 @@ class Encoder:
                 part.write({name: row[name] for name in columns})
 
     @staticmethod
-    def _usable(part: Part, samples: Iterator[Decoded], done: Callable[[int], Any]) -> Iterator[Decoded]:
+    def _usable(part: Part, samples: Iterator[DecodedSample], done: Callable[[int], Any]) -> Iterator[DecodedSample]:
         for sample in samples:
             part.read()
             done(1)
@@ -196,7 +206,7 @@ class Encoder:
                 part.skip(sample.key, sample.problem)
 
 
-def build_device(precision: str) -> torch.device:
+def configure_device(precision: str) -> torch.device:
     """Return this rank's device, with TF32 off; the host computes with one thread.
 
     On a CPU, the number of threads changes the last bits of the VAE's convolutions; with one thread all ranks give the same
@@ -214,46 +224,45 @@ def build_device(precision: str) -> torch.device:
     return torch.device("cuda", dist.get_local_rank())
 
 
-def open_shard(place: Place, shard: Mapping[str, Any], folder: Path, adopted: Columns | None = None) -> MDSReader:
-    """Return a reader of one shard of IN, with its digest checked; fetched to `folder` if IN is a store, or compressed.
+def open_shard(
+    address: Address, shard: Mapping[str, Any], folder: Path, adopted: AdoptedColumns | None = None
+) -> Shard:
+    """Return one shard of IN, with its digest checked; fetched to `folder` if IN is a store, or compressed.
 
     Args:
-        adopted: the columns that are read of a data set of others; its samples are then those of a stage of our own.
+        adopted: the columns that are read of a third-party data set; its samples are then as those of ours.
             shard["first"] is the number of its first sample.
 
     Raises:
         Failed: the shard is missing, damaged (names both digests), or not safe to read.
     """
-    stored = stored_file(shard)
-    named = f"IN: {place.address}/{stored['basename']}"
+    stored = file_in_store(shard)
+    shard_location = f"IN: {address.location}/{stored['basename']}"
     for is_last in (False, True):  # once more: a transfer can fail although the store's file is intact
         try:
-            file = place.fetch(stored["basename"], folder)
+            file = address.fetch(stored["basename"], folder)
             check_file(file, stored["bytes"] if adopted else None, known_digest(stored["hashes"]))
             if stored is not shard["raw_data"]:
-                file = _unpacked(file, shard, folder)
+                file = _decompress_shard(file, shard, folder)
             break
         except OSError as error:
-            raise Failed(f"{named} cannot be read: {error}. {AGAIN}.") from error
-        except Damaged as error:
+            raise Failed(f"{shard_location} cannot be read: {error}. {REMAKE_HINT}.") from error
+        except DamagedFile as error:
             if is_last:
-                raise Failed(f"{named} is damaged: {error}. {AGAIN}.") from error
+                raise Failed(f"{shard_location} is damaged: {error}. {REMAKE_HINT}.") from error
     entry = {**shard, "raw_data": {**shard["raw_data"], "basename": file.name}}
     first = entry.pop("first", 0)
-    reader = MDSReader.from_json(str(file.parent), None, entry)
-    try:
-        reader.validate(allow_unsafe_types=False)
-    except ValueError as error:
-        unsafe = f"IN: {place.address}/{shard['raw_data']['basename']} has a pickled column, which could run code"
-        raise Failed(f"{unsafe}. Make that stage again without it.") from error
-    return reader if adopted is None else adopted.reader(reader, first)
+    if not all(map(is_mds_encoding_safe, shard["column_encodings"])):
+        unsafe = f"IN: {address.location}/{shard['raw_data']['basename']} has a pickled column, which could run code"
+        raise Failed(f"{unsafe}. Make that stage again without it.")
+    return Shard(build_table([entry]), 0, str(file.parent), adopted, first)
 
 
-def _unpacked(file: Path, shard: Mapping[str, Any], folder: Path) -> Path:
-    """Decompress a shard into `folder`, and remove the compressed file from there. Raises Damaged, OSError."""
+def _decompress_shard(file: Path, shard: Mapping[str, Any], folder: Path) -> Path:
+    """Decompress a shard into `folder`, and remove the compressed file from there. Raises DamagedFile, OSError."""
     raw = shard["raw_data"]
     to = folder / Path(raw["basename"]).name
-    unpack(file, to, shard["compression"])
+    decompress_file(file, to, shard["compression"])
     check_file(to, raw["bytes"], known_digest(raw["hashes"]))
     if file.parent == folder:
         file.unlink()

@@ -2,7 +2,7 @@
 
     python -m prepare.fid_statistics FOLDER OUT.npz inception=/weights/pt_inception-2015-12-05-6726825d.pth
     python -m prepare.fid_statistics val2014_30k val2014_30k_stats.npz inception=/weights/pt_inception.pth batch_size=50
-    python -m prepare.fid_statistics pictures trial.npz inception=random image_size=64 overwrite=true
+    python -m prepare.fid_statistics photos trial.npz inception=random image_size=64 overwrite=true
 
 FOLDER: all images (png, jpg, webp, avif, bmp, tif, gif) directly in it. OUT.npz has mu and sigma, as pytorch-fid writes
 them, the number of images, and how they were made; eval.statistics=OUT.npz reads it. image_size=N resizes images to N x N px
@@ -25,20 +25,19 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from cli.command import command, start
-from cli.command_line import Problem
-from cli.errors import ConfigError, Failed
-from cli.limits import limited
-from cli.log import log
-from evaluation.fid import FeatureSums, Statistics, covariance_warning, write_statistics
+from common.command import command, start
+from common.command_line import Problem
+from common.errors import ConfigError, Failed
+from common.files import write_problem
+from common.log import log
+from common.value_types import limited
+from evaluation.fid import REQUIRED_FILES, FeatureSums, Statistics, covariance_warning, load_inception, write_statistics
 from evaluation.image_folder import image_batches, list_images
-from evaluation.inception import NEED, load_inception
-from evaluation.numerics import Extractor
-from preflight.limits import unwritable
-from prepare.words import read_words
+from evaluation.scoring_networks import Extractor
+from families.spec import MAX_SIDE_PX
+from prepare.arguments import parse_arguments
 from weights import hub
-from weights.hub_names import parse
-from zoo.spec import MAX_SIDE_PX
+from weights.hub_names import parse_hub_name
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def out_problem(out: str, overwrite: bool) -> str | None:
         return f"OUT: {out} exists. Give another name, remove it, or say overwrite=true."
     if not path.absolute().parent.is_dir():
         return f"OUT: there is no folder {path.parent}. Make it first."
-    text = unwritable(path.absolute().parent)
+    text = write_problem(path.absolute().parent)
     return f"OUT: {text}" if text else None
 
 
@@ -94,28 +93,28 @@ def measure(paths: Sequence[Path], extractor: Extractor, config: FidStatisticsCo
 def build_extractor(config: FidStatisticsConfig) -> Extractor:
     """Return the image network. Raises ValueError: its weights are not there, or none."""
     assert config.inception is not None
-    names = {"inception": (config.inception, NEED)} if parse(config.inception) else {}
+    names = {"inception": (config.inception, REQUIRED_FILES)} if parse_hub_name(config.inception) else {}
     weights = hub.fetch_all(names).get("inception", config.inception)
     return load_inception(weights, config.resize)
 
 
-@command(__doc__)
+@command(keys=FidStatisticsConfig)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    places, config, problems = read_words(argv, FidStatisticsConfig, check)
-    paths, extractor = [], None
+    paths, config, problems = parse_arguments(argv, FidStatisticsConfig, check)
+    image_paths, extractor = [], None
     if config is None:
         return 0
-    if len(places) != 2:
+    if len(paths) != 2:
         problems.append(
             "command line: FOLDER and OUT.npz have to be given. python -m prepare.fid_statistics --help says more."
         )
     else:
         try:
-            paths = list_images(places[0])
+            image_paths = list_images(paths[0])
         except ValueError as error:
             problems.append(f"FOLDER: {error}")
-        problem = out_problem(places[1], config.overwrite)
+        problem = out_problem(paths[1], config.overwrite)
         problems += [problem] if problem else []
     if not problems:
         try:
@@ -124,10 +123,10 @@ def main(argv: Sequence[str]) -> int:
             problems.append(f"inception: {str(error).removeprefix('inception: ')}")
     if problems:
         raise ConfigError(problems)
-    return _make(paths, Path(places[1]), extractor, config)
+    return _write_out(image_paths, Path(paths[1]), extractor, config)
 
 
-def _make(paths: Sequence[Path], out: Path, extractor: Extractor, config: FidStatisticsConfig) -> int:
+def _write_out(paths: Sequence[Path], out: Path, extractor: Extractor, config: FidStatisticsConfig) -> int:
     if text := covariance_warning(len(paths), extractor.num_features):
         log.warning(f"FOLDER: {text}")
     facts = {"extractor": extractor.name, "fingerprint": extractor.fingerprint, "resize": extractor.resize}
@@ -139,10 +138,14 @@ def _make(paths: Sequence[Path], out: Path, extractor: Extractor, config: FidSta
         raise Failed(str(error)) from error
     except OSError as error:
         raise Failed(f"OUT: {out} cannot be written: {error}.") from error
-    others = sorted(
+    other_names = sorted(
         {path.name for path in paths[0].parent.iterdir() if not path.is_dir()} - {path.name for path in paths}
     )
-    more = f"; files that are no images by their suffixes: {len(others):,}, e.g. {others[0]}" if others else ""
+    more = (
+        f"; files that are no images by their suffixes: {len(other_names):,}, e.g. {other_names[0]}"
+        if other_names
+        else ""
+    )
     print(f"statistics of {len(paths):,} images, {extractor.num_features:,} features of {extractor.name}: {out}{more}")
     return 0
 

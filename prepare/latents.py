@@ -1,4 +1,4 @@
-"""Encode the stage `images` or `videos` once into the stage `moments`: each picture's VAE moments, each caption's tokens.
+"""Encode the stage `images` or `videos` once into the stage `moments`: each image's VAE moments, each caption's tokens.
 
     python -m prepare.latents IN OUT model.weights=checkpoints/sd/512-base-ema.ckpt
     composer -n 8 -m prepare.latents /data/laion_images /data/laion_moments model.weights=/weights/sd2 image_size=512
@@ -6,8 +6,8 @@
 
 IN: a stage `images` or a set of buckets, or `videos` for a family of videos, a folder or an address in a store. OUT: a folder
 that is new, empty or from the same command, or an address in a store. Images are resized as in training, and cropped at
-their centre; of a film the clip in its middle is taken. What the network is told of the pictures is stored too
-(zoo/spec.py). Unusable samples are skipped, counted, and listed with their reasons in OUT/skipped.jsonl. A missing or
+their centre; of a video the clip in its middle is taken. The network's other inputs about the images are stored too
+(families/spec.py). Unusable samples are skipped, counted, and listed with their reasons in OUT/skipped.jsonl. A missing or
 damaged shard of IN stops the command.
 
 Each shard of IN becomes a part of OUT (prepare/parts.py), made by rank (shard number) modulo (number of ranks). If stopped
@@ -21,10 +21,10 @@ model.weights: a name on the hub, a diffusers folder, an LDM checkpoint, or rand
 for this network.
 
 Keys: model.family preset variant weights, image_size (512, or [width,height]), normalize (symmetric, unit), batch_size
-(16; of videos 1), precision (fp32, tf32, bf16), store_text (false), flip (false: no moments of the mirrored picture),
-timestep (false: the metadata's is no column), shard_size (64mb), workers (decoding threads per rank, 4), facts (dataset.json
-of a data set of others, if it does not lie in IN). Of videos num_frames (the family's), fps (each film's own); tiling
-(false), for a VAE that takes too much memory.
+(16; of videos 1), precision (fp32, tf32, bf16), store_text (false), flip (false: no moments of the mirrored image),
+timestep (false: the metadata's is no column), shard_size (64mb), workers (decoding threads per rank, 4), metadata
+(dataset.json of a third-party data set, if it does not lie in IN). Of videos num_frames (the family's), fps (each video's
+own); tiling (false), for a VAE that takes too much memory.
 Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
 """
 
@@ -42,39 +42,39 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from composer.utils import dist
-from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
-from cli.command import command, start
-from cli.command_line import Problem
-from cli.errors import ConfigError
-from cli.limits import ImageSize, Pixels, limited, size_in_bytes
-from cli.log import log
-from prepare.counts import SampleCounts, where_to_look
-from prepare.encoder import AGAIN, Encoder, decode_row, in_order, open_shard
-from prepare.moments import mds_columns, put_empty_text
+from common.command import command, start
+from common.command_line import Problem
+from common.errors import ConfigError
+from common.log import log
+from common.value_types import ImageSize, Pixels, bytes_to_int, limited, size_in_bytes
+from families import load_family
+from families.encoders import ModelConfig, default_num_frames, fetch_model_weights, model_problems
+from families.spec import MAX_FRAMES, MAX_SIDE_PX, parse_size
+from mds.dataset import KINDS, Dataset, read_dataset
+from mds.fetch import HASH
+from mds.images import resize_name
+from prepare.addresses import Address, open_address, out_problem, report_write_errors, writable_store_problem
+from prepare.arguments import parse_arguments
+from prepare.encoder import REMAKE_HINT, Encoder, decode_row, map_in_order, open_shard
+from prepare.moment_rows import mds_columns, put_empty_text
 from prepare.parts import (
     PATIENCE_SEC,
     Part,
     Plan,
-    begin,
+    SampleCounts,
+    begin_dataset,
     bucket_name,
-    finish,
-    finish_set,
+    build_bucket_set_plan,
+    finish_bucket_set,
+    finish_dataset,
+    format_destination,
     make_part,
     parts_to_make,
-    plan_of_set,
     wait_for_parts,
     wait_for_plan,
 )
-from prepare.places import Place, address_problem, open_place, out_problem, writing
-from prepare.words import read_words
-from stages.dataset import KINDS, Stage, read_stage
-from stages.fetch import HASH
-from stages.images import resize_name
-from zoo import load_family
-from zoo.model_config import ModelConfig, fetched, model_problems, own_frames
-from zoo.spec import MAX_FRAMES, MAX_SIDE_PX, as_size
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The keys
@@ -91,7 +91,7 @@ class LatentsConfig:
     num_frames: int | None = limited(None, 1, MAX_FRAMES, usual="9 to 129")
     """Frames of a clip. null: the family's own number. Families of images have none."""
     fps: float | None = limited(None, 0.0, 1000.0, above=True)
-    """Frames a second of a clip, each the one that a film shows at that time. null: the film's own rate."""
+    """Frames a second of a clip, each the one that a video shows at that time. null: the video's own rate."""
     normalize: Literal["symmetric", "unit"] = "symmetric"
     """Range of the images that the VAE sees: [-1, 1], or [0, 1] (unit) as in the MLPerf reference."""
     batch_size: int | None = limited(None, 1, 2**16)
@@ -103,50 +103,52 @@ class LatentsConfig:
     store_text: bool = False
     """Also store the text encoder's states: 158 kB per caption for SD2."""
     flip: bool = False
-    """Also store the moments of the mirrored picture, for data.flip=true: 66 kB for SD2 at 512 pixels."""
+    """Also store the moments of the mirrored image, for data.flip=true: 66 kB for SD2 at 512 pixels."""
     timestep: bool = False
     """Also store the metadata's `timestep`, at which validation.times=eighths then sees the sample (prepare.coco)."""
     shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
     """Size of a shard."""
     workers: int = limited(4, 1, 512)
     """Decoding threads for each rank or worker."""
-    facts: str | None = None
-    """dataset.json of a data set of others (prepare.adopt), if it does not lie in IN."""
+    metadata: str | None = None
+    """dataset.json of a third-party data set (prepare.adopt), if it does not lie in IN."""
 
     @property
     def size(self) -> ImageSize:
         """(width, height) in pixels; of a family of videos (width, height, frames)."""
-        own = own_frames(self.model)
-        return as_size(self.image_size) + (() if own is None else (self.num_frames or own,))
+        family_frames = default_num_frames(self.model)
+        return parse_size(self.image_size) + (() if family_frames is None else (self.num_frames or family_frames,))
 
     @property
-    def images_at_once(self) -> int:
+    def vae_batch_size(self) -> int:
         """Images per call of the VAE."""
         return self.batch_size or (16 if len(self.size) == 2 else 1)
 
 
 def check(config: LatentsConfig) -> list[Problem]:
     """Return every problem that can be found before anything is built."""
-    found = []
+    problems = []
     if config.precision == "tf32" and not torch.cuda.is_available():
-        found.append(Problem("precision: tf32 needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",)))
+        problems.append(Problem("precision: tf32 needs a GPU. Possible on a CPU: fp32, bf16.", ("precision",)))
     if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():
-        given = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
-        found.append(Problem(f"composer -n: {given}. Start at most that many."))
+        text = f"{dist.get_local_world_size()} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
+        problems.append(Problem(f"composer -n: {text}. Start at most that many."))
     if config.model.denoiser is not None:
-        found.append(Problem("model.denoiser: has no use here: nothing is trained. Leave it out.", ("model.denoiser",)))
+        problems.append(
+            Problem("model.denoiser: has no use here: nothing is trained. Leave it out.", ("model.denoiser",))
+        )
     of_videos = {"num_frames": config.num_frames, "fps": config.fps, "tiling": config.tiling or None}
     for key, value in of_videos.items():
         if value is not None and len(config.size) == 2:
-            given = f"{key}: {str(value).lower()}, but {config.model.family} makes images"
-            found.append(Problem(f"{given}. Leave it out.", (key,)))
-    found += model_problems(config.model, config.size, encoders_wanted=True)
-    if config.flip and not found:
+            text = f"{key}: {str(value).lower()}, but {config.model.family} makes images"
+            problems.append(Problem(f"{text}. Leave it out.", (key,)))
+    problems += model_problems(config.model, config.size, needs_encoders=True)
+    if config.flip and not problems:
         family = load_family(config.model.family, config.model.preset, config.model.variant)
-        if beside := family.beside(config.size):
-            given = f"flip: true, but {family.name} needs {', '.join(beside)}, which are not stored of mirrored images"
-            found.append(Problem(f"{given}. Leave it out.", ("flip",)))
-    return found
+        if beside := family.image_columns(config.size):
+            text = f"flip: true, but {family.name} needs {', '.join(beside)}, which are not stored of mirrored images"
+            problems.append(Problem(f"{text}. Leave it out.", ("flip",)))
+    return problems
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,10 +156,10 @@ def check(config: LatentsConfig) -> list[Problem]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def open_input(
+def open_input_dataset(
     location: str, facts: str | None = None, kind: str | None = "images"
-) -> tuple[Place, Stage, Sequence[Mapping[str, Any]]]:
-    """Return the place of a stage, its facts, and its shards as its index lists them.
+) -> tuple[Address, Dataset, Sequence[Mapping[str, Any]]]:
+    """Return the address of a dataset, its facts, and its shards as its index lists them.
 
     Args:
         kind: images or videos; None: whatever it is.
@@ -165,51 +167,51 @@ def open_input(
     Raises:
         ValueError: it is not of that kind, or is unreadable.
     """
-    if text := address_problem(location):
+    if text := writable_store_problem(location):
         raise ValueError(f"IN: {text}")
     try:
-        stage = read_stage(location, facts)
+        dataset = read_dataset(location, facts)
     except (ValueError, OSError) as error:
         raise ValueError(f"IN: {error}") from error
-    if kind not in (stage.kind, None):
-        raise ValueError(f"IN: {location} is a stage of {stage.kind}. Possible: a stage of {kind} (prepare.shards).")
-    if stage.adopted is not None:
-        firsts = (np.cumsum(stage.shards.samples) - stage.shards.samples).tolist()
-        shards = [{**shard, "first": first} for shard, first in zip(stage.shards, firsts, strict=True)]
-        return open_place(location), stage, shards
-    missing = [name for name in KINDS[stage.kind] if name not in stage.columns]
+    if kind not in (dataset.kind, None):
+        raise ValueError(f"IN: {location} is a stage of {dataset.kind}. Possible: a stage of {kind} (prepare.shards).")
+    if dataset.adopted is not None:
+        firsts = (np.cumsum(dataset.shards.samples) - dataset.shards.samples).tolist()
+        shards = [{**shard, "first": first} for shard, first in zip(dataset.shards, firsts, strict=True)]
+        return open_address(location), dataset, shards
+    missing = [name for name in KINDS[dataset.kind] if name not in dataset.columns]
     if missing:
-        raise ValueError(f"IN: {location} has no column {', '.join(missing)}. {AGAIN}.")
-    return open_place(location), stage, stage.shards
+        raise ValueError(f"IN: {location} has no column {', '.join(missing)}. {REMAKE_HINT}.")
+    return open_address(location), dataset, dataset.shards
 
 
-class Target(NamedTuple):
+class EncodeTarget(NamedTuple):
     """A stage to encode, the whole of IN or one of its buckets, and where its moments go."""
 
     config: LatentsConfig
-    source: Place
-    stage: Stage
+    source: Address
+    dataset: Dataset
     shards: Sequence[Mapping[str, Any]]
-    place: Place
+    address: Address
 
 
-def targets_of(
-    config: LatentsConfig, source: Place, stage: Stage, shards: Sequence[Mapping[str, Any]], out: str
-) -> list[Target]:
+def build_targets(
+    config: LatentsConfig, source: Address, dataset: Dataset, shards: Sequence[Mapping[str, Any]], out: str
+) -> list[EncodeTarget]:
     """Return what is encoded. Raises ValueError: a bucket is unreadable."""
-    if not stage.buckets:
-        return [Target(config, source, stage, shards, open_place(out))]
+    if not dataset.buckets:
+        return [EncodeTarget(config, source, dataset, shards, open_address(out))]
     targets = []
-    for bucket in stage.buckets:
-        place = open_place(f"{out.rstrip('/')}/{bucket_name(bucket.size)}")
-        own = dataclasses.replace(config, image_size=bucket.size)
-        targets.append(Target(own, *open_input(bucket.location), place))
+    for bucket in dataset.buckets:
+        address = open_address(f"{out.rstrip('/')}/{bucket_name(bucket.size)}")
+        bucket_config = dataclasses.replace(config, image_size=bucket.size)
+        targets.append(EncodeTarget(bucket_config, *open_input_dataset(bucket.location), address))
     return targets
 
 
-def plan_for(target: Target, encoder: Encoder) -> Plan:
+def build_plan(target: EncodeTarget, encoder: Encoder) -> Plan:
     """Return the plan for the moments of a target, whose size the encoder gets."""
-    config, stage = target.config, target.stage
+    config, dataset = target.config, target.dataset
     encoder.size = config.size
     facts = {
         "family": config.model.family,
@@ -220,19 +222,19 @@ def plan_for(target: Target, encoder: Encoder) -> Plan:
         "resize": resize_name(encoder.image_dtype),
         "encoders": encoder.encoders.fingerprints,
         "precision": config.precision,
-        "batch_size": config.images_at_once,
+        "batch_size": config.vae_batch_size,
         "store_text": config.store_text,
         **({"flip": True} if config.flip else {}),
         **({"fps": config.fps} if config.fps else {}),
         **({"tiling": True} if config.tiling else {}),
-        "source": {"index_sha256": stage.index_sha256, "samples": stage.num_samples},
+        "source": {"index_sha256": dataset.index_sha256, "samples": dataset.num_samples},
     }
     columns = mds_columns(
         encoder.family,
         config.size,
-        text=encoder.text_states(encoder.empty_text),
-        metadata=stage.adopted is None and "metadata" in stage.columns,
-        captions=stage.has_captions and not config.store_text,
+        text=encoder.encode_text_states(encoder.empty_text),
+        metadata=dataset.adopted is None and "metadata" in dataset.columns,
+        captions=dataset.has_captions and not config.store_text,
         flip=config.flip,
         timestep=config.timestep,
     )
@@ -241,44 +243,44 @@ def plan_for(target: Target, encoder: Encoder) -> Plan:
         for shard in target.shards
         for raw in (shard["raw_data"],)
     ]
-    if stage.adopted is not None:
-        facts["source"]["columns"] = stage.adopted.as_facts()
+    if dataset.adopted is not None:
+        facts["source"]["columns"] = dataset.adopted.as_metadata()
     return Plan("prepare.latents", "moments", columns, bytes_to_int(config.shard_size), facts, inputs)
 
 
-def plan_of_whole(config: LatentsConfig, stage: Stage, of_bucket: Plan) -> Plan:
+def build_whole_plan(config: LatentsConfig, dataset: Dataset, of_bucket: Plan) -> Plan:
     """Return the plan of a set of buckets, from that of one of them."""
     facts = {key: value for key, value in of_bucket.facts.items() if key != "batch_size"}
     facts["image_size"] = list(config.size)
-    facts["source"] = {"index_sha256": stage.index_sha256, "samples": stage.num_samples}
-    sizes = [bucket.size for bucket in stage.buckets]
-    return plan_of_set(of_bucket.made_by, of_bucket.stage, of_bucket.shard_size, sizes, facts)
+    facts["source"] = {"index_sha256": dataset.index_sha256, "samples": dataset.num_samples}
+    sizes = [bucket.size for bucket in dataset.buckets]
+    return build_bucket_set_plan(of_bucket.made_by, of_bucket.kind, of_bucket.shard_size, sizes, facts)
 
 
-def make_parts(encoder: Encoder, target: Target, plan: Plan, todo: Sequence[int]) -> float:
+def make_parts(encoder: Encoder, target: EncodeTarget, plan: Plan, todo: Sequence[int]) -> float:
     """Make parts of a target one after the other; return the time of the slowest in seconds."""
-    config, source, stage, shards, place = target
+    config, source, dataset, shards, address = target
     workers, longest_sec = config.workers, 0.0
     if not todo:
         return longest_sec  # do not create a scratch folder again: rank 0 may have removed it
     num_images, is_first = sum(shards[number]["samples"] for number in todo), dist.get_global_rank() == 0
     with (
         ThreadPoolExecutor(workers) as pool,
-        place.scratch_folder() as folder,
+        address.scratch_folder() as folder,
         tqdm(total=num_images, unit=" images", desc="encode", disable=not is_first) as progress,
     ):
 
         def fill(number: int, part: Part) -> None:
-            reader = open_shard(source, shards[number], folder, stage.adopted)
-            one = functools.partial(decode_row, reader, encoder.size, encoder.image_dtype, config.fps)
-            samples = in_order(pool, one, range(len(reader)), ahead=2 * (encoder.batch_size + workers))
+            shard = open_shard(source, shards[number], folder, dataset.adopted)
+            decode = functools.partial(decode_row, shard, encoder.size, encoder.image_dtype, config.fps)
+            samples = map_in_order(pool, decode, range(shard.samples), ahead=2 * (encoder.batch_size + workers))
             encoder.fill(part, samples, plan.columns, progress.update)
-            if Path(reader.dirname) == folder:
-                (folder / reader.raw_data.basename).unlink()
+            if Path(shard.folder) == folder:
+                Path(shard.path).unlink()
 
         for number in todo:
             started = time.monotonic()
-            make_part(place, plan, number, fill)
+            make_part(address, plan, number, fill)
             longest_sec = max(longest_sec, time.monotonic() - started)
     return longest_sec
 
@@ -288,8 +290,8 @@ def make_parts(encoder: Encoder, target: Target, plan: Plan, todo: Sequence[int]
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def write_stage(
-    config: LatentsConfig, stage: Stage, targets: Sequence[Target], out: str
+def write_dataset(
+    config: LatentsConfig, dataset: Dataset, targets: Sequence[EncodeTarget], out: str
 ) -> tuple[SampleCounts, str] | None:
     """Make this rank's share of the missing parts, and finish what is whole.
 
@@ -302,52 +304,52 @@ def write_stage(
     """
     rank, ranks = dist.get_global_rank(), dist.get_world_size()
     encoder = Encoder(
-        fetched(config.model),
+        fetch_model_weights(config.model),
         size=config.size,
         normalize=config.normalize,
         precision=config.precision,
-        batch_size=config.images_at_once,
+        batch_size=config.vae_batch_size,
         store_text=config.store_text,
         tiling=config.tiling,
     )
     for note in encoder.encoders.notes:
         log.info(f"model.weights: {note}")
-    if config.store_text and "captions" in stage.columns:
-        log.info("store_text: true: of a picture's several captions the first is kept, whose text states are stored.")
-    started, counts, made, written = time.monotonic(), SampleCounts(), SampleCounts(), {}
-    whole = plan_of_whole(config, stage, plan_for(targets[0], encoder)) if stage.buckets else None
+    if config.store_text and "captions" in dataset.columns:
+        log.info("store_text: true: of an image's several captions the first is kept, whose text states are stored.")
+    started, counts, new_counts, written = time.monotonic(), SampleCounts(), SampleCounts(), {}
+    whole = build_whole_plan(config, dataset, build_plan(targets[0], encoder)) if dataset.buckets else None
     if whole and rank == 0:
-        begin(open_place(out), whole)
+        begin_dataset(open_address(out), whole)
     for target in targets:
-        plan, place = plan_for(target, encoder), target.place
+        plan, address = build_plan(target, encoder), target.address
         if rank != 0:
-            wait_for_plan(place, plan)
-            mine = [number for number in parts_to_make(place, plan) if number % ranks == rank]
+            wait_for_plan(address, plan)
+            mine = [number for number in parts_to_make(address, plan) if number % ranks == rank]
             make_parts(encoder, target, plan, mine)
             continue
-        with place.only_writer():
-            begin(place, plan)
-            todo = parts_to_make(place, plan)
+        with address.lock_for_writing():
+            begin_dataset(address, plan)
+            todo = parts_to_make(address, plan)
             longest_sec = make_parts(encoder, target, plan, [number for number in todo if number % ranks == 0])
-            wait_for_parts(place, len(target.shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
-            of_target = finish(place, plan, put_empty_text(place, encoder.empty_states()))
+            wait_for_parts(address, len(target.shards), patience_sec=max(PATIENCE_SEC, 4 * longest_sec))
+            of_target = finish_dataset(address, plan, put_empty_text(address, encoder.encode_empty_text()))
         counts.add(of_target)
         written[target.config.size] = of_target.written
-        made.read += sum(target.shards[number]["samples"] for number in todo)  # by all ranks
+        new_counts.read += sum(target.shards[number]["samples"] for number in todo)  # by all ranks
     if rank != 0:
         return None
     if whole:
-        finish_set(open_place(out), whole, written)
-    return counts, made.pace("images", time.monotonic() - started)
+        finish_bucket_set(open_address(out), whole, written)
+    return counts, new_counts.format_speed("images", time.monotonic() - started)
 
 
-@command(__doc__)
+@command(keys=LatentsConfig)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file. Only rank 0 prints."""
     if dist.get_local_rank() < torch.cuda.device_count():
         torch.cuda.set_device(dist.get_local_rank())  # so that no rank opens a context on the first GPU
-    paths, config, problems = read_words(argv, LatentsConfig, check)
-    targets, stage = [], None
+    paths, config, problems = parse_arguments(argv, LatentsConfig, check)
+    targets, dataset = [], None
     if config is None:
         return 0
     if len(paths) != 2:
@@ -355,24 +357,24 @@ def main(argv: Sequence[str]) -> int:
     else:
         try:
             kind = None if problems else "images" if len(config.size) == 2 else "videos"
-            source, stage, shards = open_input(paths[0], config.facts, kind)
-            targets = targets_of(config, source, stage, shards, paths[1])
+            source, dataset, shards = open_input_dataset(paths[0], config.metadata, kind)
+            targets = build_targets(config, source, dataset, shards, paths[1])
         except ValueError as error:
             problems.append(str(error))
-        if stage is not None and stage.buckets and stage.facts["image_size"] != list(config.size):
-            given = f"image_size: {config.image_size}, but the buckets of {paths[0]} are for"
-            problems.append(f"{given} {stage.facts['image_size'][0]}. Use that value.")
+        if dataset is not None and dataset.buckets and dataset.metadata["image_size"] != list(config.size):
+            text = f"image_size: {config.image_size}, but the buckets of {paths[0]} are for"
+            problems.append(f"{text} {dataset.metadata['image_size'][0]}. Use that value.")
         problem = out_problem(paths[1], paths[:1])
         problems += [problem] if problem else []
     if problems:
         raise ConfigError(problems)
-    assert stage is not None
-    with writing(paths[1]):
-        result = write_stage(config, stage, targets, paths[1])
+    assert dataset is not None
+    with report_write_errors(paths[1]):
+        result = write_dataset(config, dataset, targets, paths[1])
     if result is None:
         return 0
     counts, speed = result
-    print(f"{counts}{speed}; {where_to_look(counts, paths[1])}", flush=True)
+    print(f"{counts}{speed}; {format_destination(counts, paths[1])}", flush=True)
     return counts.exit_code
 
 

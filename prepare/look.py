@@ -38,23 +38,23 @@ from PIL import Image
 from torchvision.transforms.v2.functional import to_pil_image
 from tqdm import tqdm
 
-from cli.command import command, start
-from cli.errors import ConfigError, Failed
-from cli.files import whole
-from cli.limits import limited
-from cli.log import log
-from cli.masking import printable
-from prepare.encoder import in_order, open_shard
-from prepare.moments import check_finite
-from prepare.places import Place, address_problem, open_place, out_problem
-from prepare.words import read_words
-from stages.dataset import Stage, is_remote, read_stage
-from stages.image_files import format_of
-from stages.images import SampleError, check_caption, decode_image, size_of
-from zoo import load_family
-from zoo.encoders import build_encoders
-from zoo.model_config import ModelConfig, fetched, model_problems
-from zoo.spec import Family, as_size
+from common.command import command, start
+from common.errors import ConfigError, Failed
+from common.files import atomic_path
+from common.log import log
+from common.masking import to_printable
+from common.value_types import limited
+from families import load_family
+from families.encoders import ModelConfig, build_encoders, fetch_model_weights, model_problems
+from families.spec import Family, parse_size
+from mds.dataset import Dataset, is_remote, read_dataset
+from mds.images import SampleError, clean_caption, decode_image, detect_format, size_of
+from mds.shard_file import read_sample
+from mds.shard_table import Shard
+from prepare.addresses import Address, open_address, out_problem, writable_store_problem
+from prepare.arguments import parse_arguments
+from prepare.encoder import map_in_order, open_shard
+from prepare.moment_rows import check_finite
 
 DEFAULT_OUT = "look.png"
 MIN_SHARDS = 8  # neighbors in a shard have the same source: a few shards more say more than a few samples more
@@ -86,35 +86,38 @@ class LookConfig:
     model: LookModel = field(default_factory=LookModel)
 
 
-def open_stage(location: str) -> tuple[Place, Stage]:
-    """Return the place of a stage and its facts. Raises ValueError: it is not one that can be shown."""
+def open_dataset(location: str) -> tuple[Address, Dataset]:
+    """Return the address of a dataset and its facts. Raises ValueError: it is not one that can be shown."""
     try:
-        if text := address_problem(location):
+        if text := writable_store_problem(location):
             raise ValueError(text)
-        stage = read_stage(location)
+        dataset = read_dataset(location)
     except (ValueError, OSError) as error:
         raise ValueError(f"REMOTE: {error}") from error
-    if stage.adopted or stage.buckets or stage.kind not in ("images", "moments"):
-        what = "adopted" if stage.adopted else "a set of buckets" if stage.buckets else f"a stage of {stage.kind}"
+    kind = (
+        "videos' moments" if np.size(dataset.metadata.get("image_size")) > 2 else dataset.kind
+    )  # width, height, frames
+    if dataset.adopted or dataset.buckets or kind not in ("images", "moments"):
+        what = "adopted" if dataset.adopted else "a set of buckets" if dataset.buckets else f"a stage of {kind}"
         raise ValueError(f"REMOTE: {location} is {what}. Possible: a stage of images or moments, one bucket of a set.")
-    return open_place(location), stage
+    return open_address(location), dataset
 
 
-def model_of(config: LookConfig, stage: Stage) -> ModelConfig:
+def resolve_model(config: LookConfig, dataset: Dataset) -> ModelConfig:
     """Return the model that made a stage, with the weights of the command. Raises ConfigError: they do not fit it."""
-    made = {name: stage.facts[name] for name in ("family", "preset", "variant") if name in stage.facts}
-    model, problems = ModelConfig(weights=config.model.weights, **made), []
-    if stage.kind == "images" and model.weights is not None:
-        problems = [f"model.weights: has no use with a stage of images: {stage.location}. Leave it out."]
-    elif stage.kind == "moments":
-        size = as_size(stage.facts["image_size"])
-        problems = [problem.text for problem in model_problems(model, size, encoders_wanted=False)]
+    model_keys = {name: dataset.metadata[name] for name in ("family", "preset", "variant") if name in dataset.metadata}
+    model, problems = ModelConfig(weights=config.model.weights, **model_keys), []
+    if dataset.kind == "images" and model.weights is not None:
+        problems = [f"model.weights: has no use with a stage of images: {dataset.location}. Leave it out."]
+    elif dataset.kind == "moments":
+        size = parse_size(dataset.metadata["image_size"])
+        problems = [problem.text for problem in model_problems(model, size, needs_encoders=False)]
     if problems:
         raise ConfigError(problems)
     return model
 
 
-def choose(sizes: Sequence[int], read: int, seed: int) -> dict[int, list[int]]:
+def choose_rows(sizes: Sequence[int], read: int, seed: int) -> dict[int, list[int]]:
     """Choose samples at random: shard -> its rows, both in order.
 
     Args:
@@ -136,7 +139,7 @@ def choose(sizes: Sequence[int], read: int, seed: int) -> dict[int, list[int]]:
 
 
 @dataclass
-class Sample:
+class ShownSample:
     """One sample of a stage.
 
     value: a thumbnail, uint8 (H, W, 3), or moments, float16 (2C, h, w); problem: why it cannot be used.
@@ -150,10 +153,10 @@ class Sample:
     """Numbers, and what is true or not."""
 
 
-def look_at(family: Family, reader: Sequence[dict[str, Any]], number: int) -> Sample:
+def read_and_measure(family: Family, shard: Shard, number: int) -> ShownSample:
     """Read and measure a row."""
-    row = reader[number]
-    sample = Sample(str(row.get("key", "")), str(row.get("caption", "")))
+    row = read_sample(shard, number)
+    sample = ShownSample(str(row.get("key", "")), str(row.get("caption", "")))
     if "caption" in row:
         sample.measured |= {"caption, characters": len(sample.caption), "empty captions": not sample.caption.strip()}
     if "caption" in row and "tokens" in row:
@@ -170,23 +173,23 @@ def look_at(family: Family, reader: Sequence[dict[str, Any]], number: int) -> Sa
                 sample.measured[f"posterior's {name}: mean"] = float(values.mean())
                 sample.measured[f"posterior's {name}: spread"] = float(values.std())
             return sample
-        sample.measured |= {"bytes an image": len(row["jpg"]), f"format: {format_of(row['jpg'])}": True}
+        sample.measured |= {"bytes an image": len(row["jpg"]), f"format: {detect_format(row['jpg'])}": True}
         pixels = decode_image(row["jpg"])
         width, height = size_of(pixels)
         sample.measured |= {"width, px": width, "height, px": height, "width / height": width / height}
         sample.value = thumbnail(to_pil_image(pixels))
         if "caption" in row:
-            check_caption(sample.caption)
+            clean_caption(sample.caption)
     except SampleError as error:
         sample.problem = str(error)
     return sample
 
 
 def read_samples(
-    place: Place, stage: Stage, config: LookConfig, family: Family, chosen: dict[int, list[int]]
-) -> tuple[list[Sample], list[Sample], list[str]]:
+    address: Address, dataset: Dataset, config: LookConfig, family: Family, chosen: dict[int, list[int]]
+) -> tuple[list[ShownSample], list[ShownSample], list[str]]:
     """Read the chosen samples. Returns all of them, a random choice of the usable ones, and the shards' problems."""
-    samples, shown, problems = [], [], []
+    samples, selected, problems = [], [], []
     generator, num_threads = np.random.default_rng([config.seed, 1]), len(os.sched_getaffinity(0))
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -195,68 +198,70 @@ def read_samples(
     ):
         for number, rows in chosen.items():
             try:
-                reader = open_shard(place, stage.shards[number], Path(scratch))
+                shard = open_shard(address, dataset.shards[number], Path(scratch))
             except Failed as error:
                 problems.append(f"REMOTE{str(error).removeprefix('IN')}")
                 continue
-            for sample in in_order(pool, functools.partial(look_at, family, reader), rows, ahead=4 * num_threads):
+            for sample in map_in_order(
+                pool, functools.partial(read_and_measure, family, shard), rows, ahead=4 * num_threads
+            ):
                 samples.append(sample)
                 progress.update()
                 if sample.problem is None:
-                    shown.append((generator.random(), len(samples), sample))
-                if len(shown) > config.samples:
-                    shown.remove(least := min(shown))
+                    selected.append((generator.random(), len(samples), sample))
+                if len(selected) > config.samples:
+                    selected.remove(least := min(selected))
                     least[2].value = None
-            if Path(reader.dirname) == Path(scratch):
-                Path(reader.dirname, reader.raw_data.basename).unlink()
-    return samples, [sample for _, _, sample in sorted(shown, key=lambda entry: entry[1])], problems
+            if Path(shard.folder) == Path(scratch):
+                Path(shard.path).unlink()
+    return samples, [sample for _, _, sample in sorted(selected, key=lambda entry: entry[1])], problems
 
 
 # --- facts ---
 
 
-def spread(values: Sequence[float]) -> str:
+def format_spread(values: Sequence[float]) -> str:
     """Return median, least, the 95th percentile, and greatest."""
     points = np.percentile(values, [50, 0, 95, 100], method="inverted_cdf")
     return "median {:,.8g}, least {:,.8g}, 95 % at most {:,.8g}, greatest {:,.8g}".format(*points)
 
 
-def share(num: int, of: int) -> str:
+def format_share(num: int, of: int) -> str:
     """Return a count, its whole, and per cent."""
     return f"{num:,} of {of:,} ({100 * num / max(of, 1):.3g} %)"
 
 
-def stage_facts(stage: Stage) -> list[Fact]:
+def dataset_facts(dataset: Dataset) -> list[Fact]:
     """Return what dataset.json and index.json say."""
-    columns = ", ".join(f"{name} ({kind})" for name, kind in zip(stage.columns, stage.encodings, strict=True))
+    columns = ", ".join(f"{name} ({kind})" for name, kind in zip(dataset.columns, dataset.encodings, strict=True))
     return [
-        ("location", stage.location),
-        *[(name, value if isinstance(value, str) else json.dumps(value)) for name, value in stage.facts.items()],
+        ("location", dataset.location),
+        *[(name, value if isinstance(value, str) else json.dumps(value)) for name, value in dataset.metadata.items()],
         ("columns", columns),
-        ("shards", f"{len(stage.shards):,}"),
-        ("bytes", f"{int(stage.shards.raw_bytes.sum()):,}"),
+        ("shards", f"{len(dataset.shards):,}"),
+        ("bytes", f"{int(dataset.shards.raw_bytes.sum()):,}"),
     ]
 
 
-def sample_facts(samples: Sequence[Sample]) -> list[Fact]:
+def sample_facts(samples: Sequence[ShownSample]) -> list[Fact]:
     """Return what was measured."""
     num, reasons = len(samples), Counter(sample.problem for sample in samples if sample.problem is not None)
     example = {sample.problem: sample.key for sample in samples}
     named = [f"{why}: {count:,} (e.g. {example[why]})" for why, count in sorted(reasons.items())]
-    facts = [("unusable samples", "; ".join([share(reasons.total(), num), *named]))]
+    facts = [("unusable samples", "; ".join([format_share(reasons.total(), num), *named]))]
     for name in dict.fromkeys(name for sample in samples for name in sample.measured):
         values = [sample.measured[name] for sample in samples if name in sample.measured]
-        facts.append((name, share(sum(values), num) if isinstance(values[0], bool) else spread(values)))
+        facts.append((name, format_share(sum(values), num) if isinstance(values[0], bool) else format_spread(values)))
     for column in ("caption", "key"):
         texts = Counter(getattr(sample, column) for sample in samples)
-        facts.append((f"{column}s that repeat", share(sum(count for count in texts.values() if count > 1), num)))
+        facts.append((f"{column}s that repeat", format_share(sum(count for count in texts.values() if count > 1), num)))
     return facts
 
 
 def print_facts(facts: Iterable[Fact]) -> None:
     """Print one a line, without what a terminal cannot show or would interpret."""
     for name, value in facts:
-        print(f"{printable(name):<{NAME_WIDTH}} {printable(value)}", flush=True)
+        print(f"{to_printable(name):<{NAME_WIDTH}} {to_printable(value)}", flush=True)
 
 
 # --- the contact sheet ---
@@ -269,7 +274,7 @@ def thumbnail(image: Image.Image) -> np.ndarray:
 
 
 @torch.no_grad()
-def decode(vae: torch.nn.Module, moments: Sequence[np.ndarray], normalize: str) -> list[np.ndarray]:
+def decode_moments(vae: torch.nn.Module, moments: Sequence[np.ndarray], normalize: str) -> list[np.ndarray]:
     """# float16 (2C, h, w) each -> thumbnails of the decoded means, uint8 (H, W, 3); one by one: gigabytes each.
 
     Args:
@@ -287,28 +292,37 @@ def decode(vae: torch.nn.Module, moments: Sequence[np.ndarray], normalize: str) 
 
 def channels_as_rgb(moments: Sequence[np.ndarray]) -> list[np.ndarray]:
     """# float16 (2C, h, w) each -> uint8 (h, w, 3) each: the mean's first three channels, scaled over all samples."""
-    means = np.stack([one[: len(one) // 2] for one in moments]).astype(np.float32)
+    means = np.stack([values[: len(values) // 2] for values in moments]).astype(np.float32)
     means = means[:, [min(channel, means.shape[1] - 1) for channel in range(3)]]  # (N, 3, h, w)
     low, high = np.percentile(means, [1, 99], axis=(0, 2, 3), keepdims=True)
     unit = np.clip((means - low) / np.maximum(high - low, 1e-6), 0.0, 1.0)
     return list(np.round(255 * unit).astype(np.uint8).transpose(0, 2, 3, 1))
 
 
-def images_of(model: ModelConfig, family: Family, stage: Stage, shown: Sequence[Sample]) -> tuple[list[Any], str]:
+def render_images(
+    model: ModelConfig, family: Family, dataset: Dataset, samples: Sequence[ShownSample]
+) -> tuple[list[Any], str]:
     """Return the images to show, and how moments were made into them. Raises ConfigError: the weights are damaged."""
-    values = [sample.value for sample in shown]
-    if stage.kind == "images" or not values:
+    values = [sample.value for sample in samples]
+    if dataset.kind == "images" or not values:
         return values, ""
     if model.weights is None:
         return channels_as_rgb(values), AS_COLORS
-    encoders = build_encoders(family, str(fetched(model).weights))
-    made, used = stage.facts["encoders"]["vae"], encoders.fingerprints["vae"]
-    which = "the one that made them" if used == made else f"NOT the one that made them: {used} instead of {made}"
+    encoders = build_encoders(family, str(fetch_model_weights(model).weights))
+    stored_vae, loaded_vae = dataset.metadata["encoders"]["vae"], encoders.fingerprints["vae"]
+    vae_note = (
+        "the one that made them"
+        if loaded_vae == stored_vae
+        else f"NOT the one that made them: {loaded_vae} instead of {stored_vae}"
+    )
+    vae_note = vae_note if stored_vae else "not known to be the one that made them"
     vae = encoders.modules["vae"].to("cuda" if torch.cuda.is_available() else "cpu")
-    return decode(vae, values, stage.facts["normalize"]), f"decoded by the VAE of {model.weights}, {which}"
+    return decode_moments(
+        vae, values, dataset.metadata["normalize"]
+    ), f"decoded by the VAE of {model.weights}, {vae_note}"
 
 
-def write_page(out: Path, head: Sequence[str], images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
+def write_contact_sheet(out: Path, head: Sequence[str], images: Sequence[np.ndarray], captions: Sequence[str]) -> None:
     """Write a contact sheet as a PNG; an existing file stays until the new one is whole. Raises OSError."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -319,54 +333,56 @@ def write_page(out: Path, head: Sequence[str], images: Sequence[np.ndarray], cap
         matplotlib.rcdefaults()
         warnings.filterwarnings("ignore", "Glyph ")  # characters that no font has are shown as boxes
         figure = Figure((NUM_COLUMNS * TILE_IN, num_rows * (TILE_IN + 0.6) + 1.0), DPI, layout="constrained")
-        lines = [textwrap.shorten(printable(text), 150, placeholder="...") for text in head]
+        lines = [textwrap.shorten(to_printable(text), 150, placeholder="...") for text in head]
         figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=9, parse_math=False)
         grid = figure.subplots(num_rows, NUM_COLUMNS, squeeze=False).flatten()
         for axes in grid:
             axes.set(xticks=[], yticks=[], anchor="SW")
             axes.spines[:].set_visible(False)
         for axes, image, caption in zip(grid, images, captions, strict=False):
-            text = textwrap.fill(printable(caption[:1000]), 30, max_lines=3, placeholder="...")
+            text = textwrap.fill(to_printable(caption[:1000]), 30, max_lines=3, placeholder="...")
             axes.imshow(image, interpolation="nearest")
             axes.set_xlabel(text, fontsize=6.5, loc="left", parse_math=False)  # captions hold prices, not formulas
         out.parent.mkdir(parents=True, exist_ok=True)
-        with whole(out) as temporary:
+        with atomic_path(out) as temporary:
             FigureCanvasAgg(figure).print_png(temporary)
 
 
 # --- the command ---
 
 
-def look(config: LookConfig, place: Place, stage: Stage, out: Path) -> int:
+def show_dataset(config: LookConfig, address: Address, dataset: Dataset, out: Path) -> int:
     """Print the facts and write the contact sheet; return the exit code. Raises ConfigError: the weights are damaged."""
-    model = model_of(config, stage)
-    print_facts(stage_facts(stage))
+    model = resolve_model(config, dataset)
+    print_facts(dataset_facts(dataset))
     family = load_family(model.family, model.preset, model.variant)
-    chosen = choose(stage.shards.samples.tolist(), config.read, config.seed)
-    samples, shown, problems = read_samples(place, stage, config, family, chosen)
-    read = f"{len(samples):,} samples of {len(chosen) - len(problems):,} of {len(stage.shards):,} shards"
+    chosen = choose_rows(dataset.shards.samples.tolist(), config.read, config.seed)
+    samples, selected, problems = read_samples(address, dataset, config, family, chosen)
+    read = f"{len(samples):,} samples of {len(chosen) - len(problems):,} of {len(dataset.shards):,} shards"
     print_facts([("read", f"{read}, whose hashes are right")])
     if samples:
         print_facts(sample_facts(samples))
-        images, how = images_of(model, family, stage, shown)
-        head = [f"{stage.kind}: {stage.location}", f"{len(images):,} samples, seed {config.seed}. {how}"]
+        images, rendering = render_images(model, family, dataset, selected)
+        head = [f"{dataset.kind}: {dataset.location}", f"{len(images):,} samples, seed {config.seed}. {rendering}"]
         try:
-            write_page(out, head, images, [sample.caption for sample in shown])
+            write_contact_sheet(out, head, images, [sample.caption for sample in selected])
         except OSError as error:
             problems.append(f"OUT: {out} cannot be written: {error.strerror or error}. Give another file.")
         else:
-            print_facts([*([("moments are shown as", how)] if how else []), ("contact sheet", str(out.absolute()))])
+            print_facts(
+                [*([("moments are shown as", rendering)] if rendering else []), ("contact sheet", str(out.absolute()))]
+            )
     else:
-        problems.append(f"REMOTE: no sample of {place.address} could be read, so there is no contact sheet.")
+        problems.append(f"REMOTE: no sample of {address.location} could be read, so there is no contact sheet.")
     for text in problems:
         log.info(text)
     return 1 if problems else 0
 
 
-@command(__doc__)
+@command(keys=LookConfig)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    paths, config, problems = read_words(argv, LookConfig)
+    paths, config, problems = parse_arguments(argv, LookConfig)
     if config is None:
         return 0
     if not 1 <= len(paths) <= 2:
@@ -375,7 +391,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         out = paths[1] if len(paths) == 2 else DEFAULT_OUT
         try:
-            place, stage = open_stage(paths[0])
+            address, dataset = open_dataset(paths[0])
         except ValueError as error:
             problems.append(str(error))
         if is_remote(out) or Path(out).is_dir() or Path(out).suffix.lower() != ".png":
@@ -384,7 +400,7 @@ def main(argv: Sequence[str]) -> int:
             problems.append(text)
     if problems:
         raise ConfigError(problems)
-    return look(config, place, stage, Path(out))
+    return show_dataset(config, address, dataset, Path(out))
 
 
 if __name__ == "__main__":

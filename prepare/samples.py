@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from stages.image_files import IMAGE_SUFFIXES
-from stages.images import SampleError, check_caption
+from mds.images import IMAGE_SUFFIXES, SampleError, clean_caption
 
 VIDEO_SUFFIXES = ("mp4", "webm", "mov", "mkv", "m4v")
 FILES = ("image_path", "file_name", "filename", "filepath", "file", "path")
@@ -27,7 +26,7 @@ USUAL_CAPTIONS = ("txt", "caption", "captions", "text", "prompt", "top_caption")
 USUAL_KEYS = ("key", "__key__", "id", "uid")
 USUAL_JSON = ("json", "metadata")  # parts whose fields are looked through where no part is a caption
 USUAL_URLS = ("url", "image_url")
-GIVE = {
+FIELD_HINTS = {
     "image": "Give image=NAME; a CSV file has to begin with a line of names.",
     "video": "Give video=NAME; a CSV file has to begin with a line of names.",
     "caption": "Give caption=NAME, several with commas between, or json:FIELD.",
@@ -47,7 +46,7 @@ class SourceError(ValueError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedFields:
     """Names as the user gave them; None: to be found."""
 
     image: str | None = None
@@ -57,13 +56,13 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Taken:
+class SampleFields:
     """Names of the parts that are read; the default is img2dataset's layout, where the key is the file's name."""
 
     image: str = "image"
     captions: tuple[str, ...] = ("txt",)
     key: str | None = None
-    several: bool = False
+    has_several_captions: bool = False
     """Whether a sample may have several captions; the stage then has all of them in a column `captions`."""
     kind: Literal["image", "video"] = "image"
 
@@ -79,7 +78,7 @@ class Taken:
     @property
     def facts(self) -> dict[str, Any]:
         """Return it for the plan; empty for img2dataset's layout, whose plan has never said it."""
-        if self == Taken():
+        if self == SampleFields():
             return {}
         return {"taken": {self.kind: self.image, "captions": list(self.captions), "key": self.key}}
 
@@ -113,17 +112,17 @@ class Sample:
             value = value.get(inner) if isinstance(value, dict) else None
         return value
 
-    def image(self, taken: Taken) -> bytes:
+    def image(self, fields: SampleFields) -> bytes:
         """Return the image file's bytes, or the video's. Raises SampleError."""
-        return _as_bytes(self.part(taken.image), taken.kind)
+        return _as_bytes(self.part(fields.image), fields.kind)
 
-    def metadata(self, taken: Taken) -> Any:
-        """Return what came with the image, as JSON values. Raises SampleError."""
+    def metadata(self, fields: SampleFields) -> Any:
+        """Return the image's metadata, as JSON values. Raises SampleError."""
         return parse_json(self.files.get("json", b"{}"), "metadata")
 
 
 @dataclass
-class Row(Sample):
+class TableRow(Sample):
     """A row of a table: its values by column.
 
     read_file: returns the bytes of the file at a path that a row names; raises SampleError.
@@ -131,29 +130,29 @@ class Row(Sample):
 
     read_file: Callable[[str], bytes] | None = None
 
-    def image(self, taken: Taken) -> bytes:
+    def image(self, fields: SampleFields) -> bytes:
         """Return the image's bytes: from the row, or from the file that it names. Raises SampleError."""
-        image = self.part(taken.image)
+        image = self.part(fields.image)
         if isinstance(image, dict) and {"bytes", "path"} & image.keys():  # as Hugging Face stores images
             image = image.get("path") if image.get("bytes") is None else image["bytes"]
         if not isinstance(image, str):
-            return _as_bytes(image, taken.kind)
+            return _as_bytes(image, fields.kind)
         if not image.strip():
-            raise SampleError(f"missing {taken.kind}")
+            raise SampleError(f"missing {fields.kind}")
         if image.startswith(URL):
-            raise SampleError(f"{taken.kind} is a URL")
+            raise SampleError(f"{fields.kind} is a URL")
         assert self.read_file is not None
         try:
             return self.read_file(image)
         except SampleError as error:
-            raise SampleError(str(error).replace("image", taken.kind)) from error
+            raise SampleError(str(error).replace("image", fields.kind)) from error
 
-    def metadata(self, taken: Taken) -> dict[str, Any]:
+    def metadata(self, fields: SampleFields) -> dict[str, Any]:
         """Return the other columns, without bytes."""
         return {
             name: as_json(value)
             for name, value in self.files.items()
-            if name not in taken.names and not has_bytes(value)
+            if name not in fields.names and not has_bytes(value)
         }
 
 
@@ -209,20 +208,20 @@ def check_key(key: str) -> None:
         raise SampleError("key climbs out of its tar")
 
 
-def read_captions(sample: Sample, taken: Taken) -> list[str]:
+def read_captions(sample: Sample, fields: SampleFields) -> list[str]:
     """Return the sample's captions, at least one; of several the missing and empty ones are left out.
 
     Raises:
         SampleError: there is none, or one is not UTF-8, not text or too long.
     """
-    given: list[Any] = []
-    for name in taken.captions:
+    values: list[Any] = []
+    for name in fields.captions:
         value = sample.part(name)
-        given += value if isinstance(value, list | tuple) else [value]
-    texts = [_as_text(value) for value in given if value is not None]
+        values += value if isinstance(value, list | tuple) else [value]
+    texts = [_as_text(value) for value in values if value is not None]
     if not texts:
         raise SampleError("missing caption")
-    return [check_caption(text) for text in texts if text.strip()] or [check_caption(texts[0])]
+    return [clean_caption(text) for text in texts if text.strip()] or [clean_caption(texts[0])]
 
 
 def _as_text(value: Any) -> str:
@@ -249,26 +248,30 @@ def column_of(suffix: str) -> str:
     return head if head and last == "txt" else suffix.lower()
 
 
-def choose(samples: Sequence[Sample], asked: Asked, where: str, kind: Literal["image", "video"] = "image") -> Taken:
+def choose_fields(
+    samples: Sequence[Sample], requested: RequestedFields, where: str, kind: Literal["image", "video"] = "image"
+) -> SampleFields:
     """Return which parts are read, from the first samples of a source.
 
     Raises:
         ValueError: names that are asked for, or an image and captions, are not among them; a problem a line.
     """
     names = list(dict.fromkeys(name for sample in samples for name in sample.files))
-    is_table = isinstance(samples[0], Row)
-    is_classic = not is_table and not (asked.image or asked.captions) and {*names} <= {kind, "txt", "json", "npy"}
+    is_table = isinstance(samples[0], TableRow)
+    is_classic = (
+        not is_table and not (requested.image or requested.captions) and {*names} <= {kind, "txt", "json", "npy"}
+    )
     has, problems = f"It has {', '.join(names[:20]) or 'nothing'}{', ...' if len(names) > 20 else ''}.", []
 
-    def given(key: str, name: str) -> str:
+    def resolve_name(key: str, name: str) -> str:
         """Return a name that is asked for, as the samples have it."""
-        for found in (name, name if is_table else column_of(name)):
-            if found in names or any(sample.has(found) for sample in samples):
-                return found
+        for possible_name in (name, name if is_table else column_of(name)):
+            if possible_name in names or any(sample.has(possible_name) for sample in samples):
+                return possible_name
         problems.append(f"{key}: {where} has no {name}. {has}")
         return name
 
-    image = given(kind, asked.image) if asked.image else usual_name(names, USUAL_OF[kind])
+    image = resolve_name(kind, requested.image) if requested.image else usual_name(names, USUAL_OF[kind])
     urls = [sample.part(image) for sample in samples if sample.has(image)] if image else []
     if (urls and all(isinstance(value, str) and value.startswith(URL) for value in urls)) or (
         image is None and usual_name(names, USUAL_URLS)
@@ -276,20 +279,20 @@ def choose(samples: Sequence[Sample], asked: Asked, where: str, kind: Literal["i
         todo = "Download them by img2dataset, or video2dataset, and give its tars"
         problems.append(f"{kind}: {where} holds URLs, and nothing is downloaded here. {todo}.")
     elif image is None and not is_classic:
-        problems.append(f"{kind}: {where} has none of {', '.join(USUAL_OF[kind])}. {has} {GIVE[kind]}")
-    if asked.captions:
-        captions = tuple(given("caption", name) for name in asked.captions)
+        problems.append(f"{kind}: {where} has none of {', '.join(USUAL_OF[kind])}. {has} {FIELD_HINTS[kind]}")
+    if requested.captions:
+        captions = tuple(resolve_name("caption", name) for name in requested.captions)
     else:
-        first = usual_name(names, USUAL_CAPTIONS) or _usual_field(samples)
+        first = usual_name(names, USUAL_CAPTIONS) or _usual_json_field(samples)
         if first is None and not is_classic:
-            problems.append(f"caption: {where} has none of {', '.join(USUAL_CAPTIONS)}. {has} {GIVE['caption']}")
+            problems.append(f"caption: {where} has none of {', '.join(USUAL_CAPTIONS)}. {has} {FIELD_HINTS['caption']}")
         captions = (first or "txt",)
-    key = given("key", asked.key) if asked.key else usual_name(names, USUAL_KEYS) if is_table else None
+    key = resolve_name("key", requested.key) if requested.key else usual_name(names, USUAL_KEYS) if is_table else None
     if problems:
         raise ValueError("\n".join(problems))
     lists = (sample.part(captions[0]) for sample in samples if sample.has(captions[0]))
     is_several = len(captions) > 1 or any(isinstance(value, list) for value in lists)
-    return Taken(image or kind, captions, key, is_several, kind)
+    return SampleFields(image or kind, captions, key, is_several, kind)
 
 
 def usual_name(names: Iterable[str], possible: Sequence[str]) -> str | None:
@@ -298,15 +301,86 @@ def usual_name(names: Iterable[str], possible: Sequence[str]) -> str | None:
     return next((by_lower[name] for name in possible if name in by_lower), None)
 
 
-def _usual_field(samples: Sequence[Sample]) -> str | None:
+def _usual_json_field(samples: Sequence[Sample]) -> str | None:
     """Return a field that is a caption by its name, as json:caption."""
     for sample in samples:
         for outer in (name for name in USUAL_JSON if sample.has(name)):
             with contextlib.suppress(SampleError):
                 value = sample.part(outer)
                 fields = parse_json(value, outer) if isinstance(value, bytes | str) else value
-                there = [name for name in fields if fields[name]] if isinstance(fields, dict) else []
-                found = usual_name(there, USUAL_CAPTIONS)
-                if found:
-                    return f"{outer}:{found}"
+                filled_fields = [name for name in fields if fields[name]] if isinstance(fields, dict) else []
+                field_name = usual_name(filled_fields, USUAL_CAPTIONS)
+                if field_name:
+                    return f"{outer}:{field_name}"
     return None
+
+
+# --- which samples are left out of a stage although they could be used ---
+#
+# Size and aspect are those of the image, and, where the metadata has them (`original_width`, `original_height`, as
+# img2dataset writes them), those that it had before it was resized too. The similarity of image and caption stands in
+# the metadata under the name that its set gave it; it is never computed here.
+
+# Of LAION, of COYO, of DataComp.
+USUAL_SIMILARITIES = ("similarity", "clip_similarity_vitl14", "clip_similarity_vitb32")
+USUAL_SIMILARITIES += ("clip_l14_similarity_score", "clip_b32_similarity_score")
+
+
+class LeftOut(SampleError):
+    """A sample that could be used, and is not wanted."""
+
+
+@dataclass(frozen=True)
+class Filters:
+    """The wanted samples; None: any."""
+
+    min_side_px: int | None = None
+    max_aspect: float | None = None
+    min_similarity: float | None = None
+    similarity: str | None = None
+    """Field of the metadata; None: the first usual one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Fields of the metadata that may have the similarity."""
+        return (self.similarity,) if self.similarity else USUAL_SIMILARITIES
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return it for the plan; empty where anything is wanted."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return {"filters": given} if given else {}
+
+    def check(self, width: int, height: int, metadata: Any) -> None:
+        """Raise LeftOut if an image of this size, px, and with this metadata is not wanted."""
+        known = metadata if isinstance(metadata, Mapping) else {}
+        before = [parse_number(known.get(name)) for name in ("original_width", "original_height")]
+        sizes = [(width, height), *([tuple(before)] if all(side and side > 0 for side in before) else [])]
+        if self.min_side_px is not None and min(map(min, sizes)) < self.min_side_px:
+            raise LeftOut(f"side below {self.min_side_px} px")
+        if self.max_aspect is not None and max(max(size) / min(size) for size in sizes) > self.max_aspect:
+            raise LeftOut(f"aspect above {self.max_aspect:g}")
+        if self.min_similarity is not None:
+            numbers = [number for name in self.names if (number := parse_number(known.get(name))) is not None]
+            if not numbers:
+                raise LeftOut("no similarity in the metadata")
+            if not numbers[0] >= self.min_similarity:
+                raise LeftOut(f"similarity below {self.min_similarity:g}")
+
+    def check_names(self, metadata: Sequence[Any], where: str) -> None:
+        """Raise ValueError if a similarity is wanted, and none of the first samples' metadata has one."""
+        known = {name for of_sample in metadata if isinstance(of_sample, Mapping) for name in of_sample}
+        if self.min_similarity is not None and not known & {*self.names}:
+            fields = f"The metadata of {where} has {', '.join(sorted(known)[:20]) or 'nothing'}"
+            raise ValueError(
+                f"min_similarity: no {' or '.join(self.names)}. {fields}. Give similarity=NAME, or leave min_similarity out."
+            )
+
+
+def parse_number(value: Any) -> float | None:
+    """Return a number, also one in a text, as CSV files have them; None: it is none, or nan."""
+    try:
+        number = math.nan if isinstance(value, bool) or value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,10 +1,10 @@
-"""Convert image-caption pairs into the stage `images`, films into `videos`, or MLPerf's moments into `moments`.
+"""Convert image-caption pairs into the stage `images`, videos into `videos`, or MLPerf's moments into `moments`.
 
     python -m prepare.shards SOURCE... OUT
-    python -m prepare.shards films/ /data/videos
+    python -m prepare.shards clips/ /data/videos
     python -m prepare.shards laion/00000.tar laion/00001.tar /data/laion_images
     python -m prepare.shards laion/ s3://bucket/laion_images shard_size=64mb workers=16 min_side_px=256 max_aspect=2
-    python -m prepare.shards s3://bucket/pictures.csv /data/images image=file caption=short,long
+    python -m prepare.shards s3://bucket/photos.csv /data/images image=file caption=short,long
     python -m prepare.shards hf://datasets/OWNER/NAME /data/images split=train
 
 SOURCE, here or at s3://, one of
@@ -16,11 +16,11 @@ SOURCE, here or at s3://, one of
     hf://datasets/OWNER/NAME      a Hugging Face data set on the hub, streamed; or a folder of one, with split=
 A sample's image, captions and key have the names that are usual (jpg, image; txt, caption, text, prompt), or those that
 image=, caption= and key= give: a suffix, a column, or json:FIELD. What was taken is printed. With several captions the stage
-has a column `captions` of all of them, and the first one in `caption`. Everything else becomes `metadata`. URLs are
-img2dataset's business. With films and no images, or with video=, the stage is `videos`. With what
-MLPerf's references publish it is `moments`; the first sample decides. SD2's is KEY.npy instead of the image. FLUX.1's is
-a table with mean, logvar, t5_encodings and clip_encodings; empty= is the folder
-of t5_empty.npy and clip_empty.npy, for runs that then need no encoder (prepare/flux_encodings.py).
+has a column `captions` of all of them, and the first one in `caption`. Everything else becomes `metadata`. URLs are not
+downloaded; img2dataset does that. With videos and no images, or with video=, the dataset is one of `videos`. With the files
+that MLPerf's references publish it is one of `moments`; the first sample decides. SD2's is KEY.npy instead of the image.
+FLUX.1's is a table with mean, logvar, t5_encodings and clip_encodings; empty= is the folder of t5_empty.npy and
+clip_empty.npy, for runs that then need no encoder (prepare/moment_rows.py).
 OUT: a folder that is new, empty or from the same command, or an address in a store.
 
 Images are stored with their original bytes and are not encoded again; each is decoded once as a check. Unusable samples are
@@ -47,49 +47,56 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from streaming.base.util import bytes_to_int
 from tqdm import tqdm
 
-from cli.command import command, start
-from cli.command_line import Problem
-from cli.errors import ConfigError, Failed, Refused
-from cli.limits import ImageSize, limited, size_in_bytes
-from cli.log import log
-from prepare import flux_encodings
-from prepare.counts import SampleCounts, where_to_look
-from prepare.engines import Engine, EngineKeys, Make, check_keys
-from prepare.filters import Filters, LeftOut
-from prepare.find import find_sources
-from prepare.hub_datasets import HubKeys
-from prepare.moments import mds_columns, npy_values, put_empty_text, read_npy, tokens_of
+from common.command import command, start
+from common.command_line import Problem
+from common.errors import ConfigError, Failed, Refused
+from common.log import log
+from common.value_types import ImageSize, bytes_to_int, limited, size_in_bytes
+from families import load_family
+from families.sd2 import PIXELS_PER_LATENT
+from families.spec import Family
+from mds.dataset import is_remote
+from mds.images import SampleError, decode_image, size_of
+from mds.videos import inspect_video
+from prepare import moment_rows
+from prepare.addresses import Address, open_address, out_problem, report_write_errors
+from prepare.arguments import parse_arguments
+from prepare.engines import Engine, EngineKeys, Make, check_engine_keys
+from prepare.find_sources import find_sources
+from prepare.moment_rows import mds_columns, parse_npy, parse_npy_moments, put_empty_text, tokenize_captions
 from prepare.parts import (
     Part,
     Plan,
-    begin,
-    check_shared,
-    finish,
+    SampleCounts,
+    begin_dataset,
+    check_out_is_shared,
+    finish_dataset,
+    format_destination,
     make_part,
     parts_to_make,
 )
-from prepare.places import Place, open_place, out_problem, writing
-from prepare.samples import Asked, Row, Sample, SourceError, Taken, check_key, choose, column_of, read_captions
+from prepare.samples import (
+    Filters,
+    LeftOut,
+    RequestedFields,
+    Sample,
+    SampleFields,
+    SourceError,
+    TableRow,
+    check_key,
+    choose_fields,
+    column_of,
+    read_captions,
+)
 from prepare.sources import IMG2DATASET, MOMENTS_SUFFIX, Source
-from prepare.tables import Lines
-from prepare.words import read_words
-from stages.dataset import is_remote
-from stages.images import SampleError, decode_image, size_of
-from stages.videos import inspect_film
-from zoo import load_family
-from zoo.sd2 import PIXELS_PER_LATENT
-from zoo.spec import Family
+from prepare.tables import HubKeys, TextTablePart
 
 COLUMNS = {"jpg": "bytes", "caption": "str", "key": "str", "width": "int", "height": "int", "metadata": "json"}
+# mp4: the file's bytes, whatever its container; num_frames and fps: as they were counted
 VIDEO_COLUMNS = {"mp4": "bytes", "caption": "str", "key": "str", "width": "int", "height": "int"}
-VIDEO_COLUMNS |= {
-    "num_frames": "int",
-    "fps": "float64",
-    "metadata": "json",
-}  # num_frames as counted, mp4 of any container
+VIDEO_COLUMNS |= {"num_frames": "int", "fps": "float64", "metadata": "json"}
 MLPERF_FAMILY = ("sd2", "full", "stock")
 MLPERF_SIZE = (512, 512)
 FIRST_SAMPLES, FIRST_BYTES = 100, 2**26  # of a source, by which the names are chosen
@@ -102,7 +109,7 @@ class ShardsConfig(EngineKeys):
     image: str | None = None
     """Column or suffix with the image or its path. null: found by its usual names."""
     video: str | None = None
-    """The same of videos: it makes a stage of them, also of a table. null: films are found by their suffixes."""
+    """The same of videos: it makes a stage of them, also of a table. null: videos are found by their suffixes."""
     caption: str | None = None
     """Column, suffix or json:FIELD with the caption; several with commas between. null: found by its usual names."""
     key: str | None = None
@@ -114,7 +121,7 @@ class ShardsConfig(EngineKeys):
     revision: str | None = None
     """Branch, tag or commit of a data set on the hub; the commit is kept in the plan. null: its main branch."""
     min_side_px: int | None = limited(None, 1, 16384)
-    """Least shorter side: of the image, and of what it was resized from where the metadata says so."""
+    """Least shorter side: of the image, and of what it was resized from if the metadata has that."""
     max_aspect: float | None = limited(None, 1, 1000)
     """Most that the longer side is of the shorter one, of the same sizes."""
     min_similarity: float | None = limited(None, -1, 100)
@@ -129,9 +136,9 @@ class ShardsConfig(EngineKeys):
     """Processes. null: one for each core that this process may use, or of the cluster."""
 
     @property
-    def asked(self) -> Asked:
+    def requested_fields(self) -> RequestedFields:
         captions = None if self.caption is None else tuple(name.strip() for name in self.caption.split(","))
-        return Asked(self.video or self.image, captions, self.key)
+        return RequestedFields(self.video or self.image, captions, self.key)
 
     @property
     def filters(self) -> Filters:
@@ -144,15 +151,15 @@ def check(config: ShardsConfig) -> list[Problem]:
         return [Problem(f"video: {config.video} is given beside image={config.image}. Give one of them.", ("video",))]
     if config.similarity is not None and config.min_similarity is None:
         return [Problem("similarity: has no use without min_similarity. Give that, or leave it out.", ("similarity",))]
-    return check_keys(config)
+    return check_engine_keys(config)
 
 
 @dataclass(frozen=True)
-class Work:
+class ShardPlan:
     """A plan, and how its parts are made."""
 
     plan: Plan
-    taken: Taken
+    fields: SampleFields
     to_row: Callable[[Sample], dict[str, Any]]
     """Checks a sample and returns its row. Raises SampleError: it is unusable; LeftOut: not wanted."""
     empty: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -164,28 +171,29 @@ class Work:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def image_row(sample: Sample, taken: Taken = IMG2DATASET, filters: Filters | None = None) -> dict[str, Any]:
+def image_row(sample: Sample, fields: SampleFields = IMG2DATASET, filters: Filters | None = None) -> dict[str, Any]:
     """Check one sample and return its row of the stage `images`. Raises SampleError: it is unusable; LeftOut: not wanted."""
     check_key(sample.key)
-    content = sample.image(taken)
+    content = sample.image(fields)
     width, height = size_of(decode_image(content))
-    captions, metadata = read_captions(sample, taken), sample.metadata(taken)
+    captions, metadata = read_captions(sample, fields), sample.metadata(fields)
     if filters is not None:
         filters.check(width, height, metadata)
     row = {"jpg": content, "width": width, "height": height, "caption": captions[0], "key": sample.key}
-    return row | {"metadata": metadata} | ({"captions": captions} if taken.several else {})
+    return row | {"metadata": metadata} | ({"captions": captions} if fields.has_several_captions else {})
 
 
-def video_row(sample: Sample, taken: Taken, filters: Filters) -> dict[str, Any]:
+def video_row(sample: Sample, fields: SampleFields, filters: Filters) -> dict[str, Any]:
     """The same of the stage `videos`; the file is decoded to its end once."""
     check_key(sample.key)
-    content = sample.image(taken)
-    captions, metadata = read_captions(sample, taken), sample.metadata(taken)  # before it is decoded, which takes long
-    film = inspect_film(content)
-    filters.check(film.width, film.height, metadata)
-    row = {"mp4": content, "width": film.width, "height": film.height, "num_frames": film.num_frames, "fps": film.fps}
+    content = sample.image(fields)
+    captions, metadata = read_captions(sample, fields), sample.metadata(fields)  # before the slow decoding
+    video = inspect_video(content)
+    filters.check(video.width, video.height, metadata)
+    row = {"mp4": content, "width": video.width, "height": video.height}
+    row |= {"num_frames": video.num_frames, "fps": video.fps}
     row |= {"caption": captions[0], "key": sample.key, "metadata": metadata}
-    return row | ({"captions": captions} if taken.several else {})
+    return row | ({"captions": captions} if fields.has_several_captions else {})
 
 
 def moments_row(sample: Sample, family: Family, shape: Sequence[int]) -> dict[str, Any]:
@@ -193,8 +201,8 @@ def moments_row(sample: Sample, family: Family, shape: Sequence[int]) -> dict[st
     check_key(sample.key)
     if MOMENTS_SUFFIX not in sample.files:
         raise SampleError("missing moments")
-    moments, [caption] = read_npy(sample.files[MOMENTS_SUFFIX], shape), read_captions(sample, IMG2DATASET)
-    tokens = {name: values[0] for name, values in tokens_of(family, [caption]).items()}
+    moments, [caption] = parse_npy_moments(sample.files[MOMENTS_SUFFIX], shape), read_captions(sample, IMG2DATASET)
+    tokens = {name: values[0] for name, values in tokenize_captions(family, [caption]).items()}
     metadata = sample.metadata(IMG2DATASET)
     return {"moments": moments, **tokens, "caption": caption, "key": sample.key, "metadata": metadata}
 
@@ -204,7 +212,7 @@ def moments_row(sample: Sample, family: Family, shape: Sequence[int]) -> dict[st
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def peek(
+def inspect_first_samples(
     sources: Sequence[Source], folder: Path, *, image: str | None = None, video: str | None = None
 ) -> tuple[str, ImageSize, list[Sample], str]:
     """Look at the first samples of each source, up to the first one with images, videos or moments.
@@ -216,36 +224,36 @@ def peek(
     Returns:
         the kind of stage, for moments the images' size, px, and the first samples and the name of that source.
     """
-    stage, others = None, ([], "")
+    kind, others = None, ([], "")
     images = {"image"} | ({image, column_of(image)} if image else set())
     videos = {"video"} | ({video, column_of(video)} if video else set())
     for source in sources:
         samples: list[Sample] = []
-        with contextlib.suppress(SourceError):  # told when its part is made
+        with contextlib.suppress(SourceError):  # reported when its part is made
             for sample in source.read(None, folder, lambda *_: None):
                 samples.append(sample)
-                held = sum(len(part) for one in samples for part in one.files.values() if isinstance(part, bytes))
+                held = sum(len(part) for read in samples for part in read.files.values() if isinstance(part, bytes))
                 if len(samples) == FIRST_SAMPLES or held > FIRST_BYTES:
                     break
         samples = [sample for sample in samples if sample.files]
         for sample in samples:
-            is_image = isinstance(sample, Row) or bool(images & sample.files.keys())
+            is_image = isinstance(sample, TableRow) or bool(images & sample.files.keys())
             if video or (not is_image and videos & sample.files.keys()):
                 return "videos", MLPERF_SIZE, samples, source.name
-            if is_image and stage is None:
+            if is_image and kind is None:
                 return "images", MLPERF_SIZE, samples, source.name
             if MOMENTS_SUFFIX in sample.files:
-                stage = "moments"
-                if size := _size_of(sample.files[MOMENTS_SUFFIX]):
-                    return stage, size, samples, source.name
+                kind = "moments"
+                if size := _image_size_of(sample.files[MOMENTS_SUFFIX]):
+                    return kind, size, samples, source.name
         others = others if others[0] else (samples, source.name)
-    return stage or "images", MLPERF_SIZE, *others
+    return kind or "images", MLPERF_SIZE, *others
 
 
-def _size_of(content: bytes) -> ImageSize | None:
+def _image_size_of(content: bytes) -> ImageSize | None:
     """Return the images' size from the moments in an .npy file, or None if their shape fits no size."""
     try:
-        shape = npy_values(content).shape
+        shape = parse_npy(content).shape
     except SampleError:
         return None
     if len(shape) != 4 or 0 in shape:
@@ -255,7 +263,7 @@ def _size_of(content: bytes) -> ImageSize | None:
     return size if shape == (1, *wanted) else None
 
 
-def plan_for(sources: Sequence[Source], config: ShardsConfig, folder: Path) -> Work:
+def build_plan(sources: Sequence[Source], config: ShardsConfig, folder: Path) -> ShardPlan:
     """Return the plan for these sources, and how it is done.
 
     Args:
@@ -265,26 +273,26 @@ def plan_for(sources: Sequence[Source], config: ShardsConfig, folder: Path) -> W
         ValueError: the first samples have not what is asked for; a problem a line.
         OSError: a source cannot be read.
     """
-    stage, size, samples, where = peek(sources, folder, image=config.image, video=config.video)
-    taken, filters = IMG2DATASET, config.filters
-    of_flux = flux_encodings.find_encodings(samples, where)
-    if (stage == "moments" or of_flux) and (config.asked != Asked() or filters != Filters()):
+    kind, size, samples, where = inspect_first_samples(sources, folder, image=config.image, video=config.video)
+    fields, filters = IMG2DATASET, config.filters
+    of_flux = moment_rows.find_flux_fields(samples, where)
+    if (kind == "moments" or of_flux) and (config.requested_fields != RequestedFields() or filters != Filters()):
         raise ValueError(f"{where}: holds moments, for which there are no filters and no other names. Leave them out.")
     if of_flux is not None:
-        return _work_of_flux(sources, config, of_flux, samples, where)
+        return _build_flux_plan(sources, config, of_flux, samples, where)
     if config.empty is not None:
         raise ValueError(f"empty: {where} has no encodings of FLUX.1, which it belongs to. Leave it out.")
-    if stage != "moments" and samples:
-        taken = choose(samples, config.asked, where, "video" if stage == "videos" else "image")
+    if kind != "moments" and samples:
+        fields = choose_fields(samples, config.requested_fields, where, "video" if kind == "videos" else "image")
         metadata = []
         for sample in samples:
             with contextlib.suppress(SampleError):
-                metadata.append(sample.metadata(taken))
+                metadata.append(sample.metadata(fields))
         filters.check_names(metadata, where)
-    make_row, columns = (video_row, VIDEO_COLUMNS) if stage == "videos" else (image_row, COLUMNS)
-    columns = columns | ({"captions": "json"} if taken.several else {})
-    facts, to_row = {**taken.facts, **filters.facts}, functools.partial(make_row, taken=taken, filters=filters)
-    if stage == "moments":
+    make_row, columns = (video_row, VIDEO_COLUMNS) if kind == "videos" else (image_row, COLUMNS)
+    columns = columns | ({"captions": "json"} if fields.has_several_captions else {})
+    facts, to_row = {**fields.facts, **filters.facts}, functools.partial(make_row, fields=fields, filters=filters)
+    if kind == "moments":
         (name, preset, variant), family = MLPERF_FAMILY, load_family(*MLPERF_FAMILY)
         columns = mds_columns(family, size, text={}, metadata=True)
         shape = family.columns("moments", size)["moments"].shape
@@ -300,30 +308,32 @@ def plan_for(sources: Sequence[Source], config: ShardsConfig, folder: Path) -> W
             "precision": "fp32",
             "store_text": False,
         }
-    inputs = [source.known_by() for source in sources]
-    return Work(Plan("prepare.shards", stage, columns, bytes_to_int(config.shard_size), facts, inputs), taken, to_row)
+    inputs = [source.identify() for source in sources]
+    return ShardPlan(
+        Plan("prepare.shards", kind, columns, bytes_to_int(config.shard_size), facts, inputs), fields, to_row
+    )
 
 
-def _work_of_flux(
+def _build_flux_plan(
     sources: Sequence[Source],
     config: ShardsConfig,
-    taken: flux_encodings.Encodings,
+    fields: moment_rows.FluxFields,
     samples: Sequence[Sample],
     where: str,
-) -> Work:
-    """Return the work on MLPerf's preprocessed samples of FLUX.1. Raises ValueError, OSError: as `plan_for`."""
-    preset, size = flux_encodings.find_family(samples, where)
+) -> ShardPlan:
+    """Return the work on MLPerf's preprocessed samples of FLUX.1. Raises ValueError, OSError: as `build_plan`."""
+    preset, size = moment_rows.find_flux_preset(samples, where)
     family = load_family("flux", preset, "mlperf")
-    empty = flux_encodings.read_empty(config.empty, family) if config.empty else {}
+    empty = moment_rows.read_empty_text(config.empty, family) if config.empty else {}
     if not empty:
         log.info("empty: not given. A run that drops captions encodes the empty text, and has to build T5 for that.")
-    columns, facts = flux_encodings.mds_columns_of(taken, family, size), flux_encodings.facts_of(preset, size, empty)
+    columns, facts = moment_rows.flux_mds_columns(fields, family, size), moment_rows.flux_facts(preset, size, empty)
     to_row = functools.partial(
-        flux_encodings.encodings_row, shapes=flux_encodings.shapes_of(family, size), has_timestep=taken.has_timestep
+        moment_rows.flux_row, shapes=moment_rows.flux_shapes(family, size), has_timestep=fields.has_timestep
     )
-    inputs = [source.known_by() for source in sources]
+    inputs = [source.identify() for source in sources]
     plan = Plan("prepare.shards", "moments", columns, bytes_to_int(config.shard_size), facts, inputs)
-    return Work(plan, taken, to_row, empty)
+    return ShardPlan(plan, fields, to_row, empty)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,17 +342,17 @@ def _work_of_flux(
 
 
 def fill_part(
-    source: Source, taken: Taken, to_row: Callable[[Sample], dict[str, Any]], folder: Path, part: Part
+    source: Source, fields: SampleFields, to_row: Callable[[Sample], dict[str, Any]], folder: Path, part: Part
 ) -> None:
     """Write one source's samples; unusable ones are skipped with their reason."""
-    seen: set[str] = set()
+    written_keys: set[str] = set()
     try:
-        for sample in source.read(taken, folder, part.ignore):
+        for sample in source.read(fields, folder, part.ignore_file):
             part.read()
             try:
                 if sample.problem is not None:
                     raise SampleError(sample.problem)
-                if sample.key in seen:
+                if sample.key in written_keys:
                     raise SampleError("duplicate key")
                 part.write(to_row(sample))
             except LeftOut as error:
@@ -350,40 +360,40 @@ def fill_part(
             except SampleError as error:
                 part.skip(sample.key, str(error))
             else:
-                seen.add(sample.key)
+                written_keys.add(sample.key)
     except SourceError as error:
-        part.fault(str(error), error.lost)
+        part.record_fault(str(error), error.lost)
 
 
-def make_one(place: Place, work: Work, sources: Sequence[Source], number: int) -> SampleCounts:
+def make_shard_part(address: Address, shard_plan: ShardPlan, sources: Sequence[Source], number: int) -> SampleCounts:
     """Make one part; in a worker process or in this one."""
 
     def fill(number: int, part: Part) -> None:
-        with place.scratch_folder() as folder:
-            fill_part(sources[number], work.taken, work.to_row, folder, part)
+        with address.scratch_folder() as folder:
+            fill_part(sources[number], shard_plan.fields, shard_plan.to_row, folder, part)
 
-    return make_part(place, work.plan, number, fill)
+    return make_part(address, shard_plan.plan, number, fill)
 
 
-def begin_parts(place: Place, work: Work, sources: Sequence[Source], is_cluster: bool) -> Make:
+def build_part_maker(address: Address, shard_plan: ShardPlan, sources: Sequence[Source], is_cluster: bool) -> Make:
     """Return what makes a part; called in each worker, which on another node has to see what this one does."""
     if is_cluster:
-        check_shared(place, work.plan)
-    return functools.partial(make_one, place, work, sources)
+        check_out_is_shared(address, shard_plan.plan)
+    return functools.partial(make_shard_part, address, shard_plan, sources)
 
 
-def make_parts(place: Place, work: Work, engine: Engine) -> SampleCounts:
+def make_parts(address: Address, shard_plan: ShardPlan, engine: Engine) -> SampleCounts:
     """Make every part that is not done, show the progress, and return the counts of what was made."""
-    todo, made = parts_to_make(place, work.plan), SampleCounts()
+    todo, new_counts = parts_to_make(address, shard_plan.plan), SampleCounts()
     with tqdm(unit=" samples", desc=f"{len(todo)} parts", disable=not todo) as progress:
         for _, counts in engine.run(todo):
             progress.update(counts.read)
-            made.add(counts)
-    return made
+            new_counts.add(counts)
+    return new_counts
 
 
-def write_stage(
-    sources: Sequence[Source], place: Place, config: ShardsConfig, folder: Path
+def write_dataset(
+    sources: Sequence[Source], address: Address, config: ShardsConfig, folder: Path
 ) -> tuple[SampleCounts, str]:
     """Make the stage from the sources, or its missing parts.
 
@@ -395,26 +405,26 @@ def write_stage(
         OSError: OUT is not writable.
     """
     try:
-        work = plan_for(sources, config, folder)
+        shard_plan = build_plan(sources, config, folder)
     except OSError as error:
         raise Refused(f"SOURCE: cannot be read: {error}. Check its permissions.") from error
     except (Failed, Refused):
         raise
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from error
-    if work.taken != IMG2DATASET:
-        print(f"taken: {work.taken}", flush=True)
-    start = functools.partial(begin_parts, place, work, sources, config.engine != "local")
-    with config.opened(start, config.workers) as engine, place.only_writer():
-        begin(place, work.plan)
+    if shard_plan.fields != IMG2DATASET:
+        print(f"taken: {shard_plan.fields}", flush=True)
+    start = functools.partial(build_part_maker, address, shard_plan, sources, config.engine != "local")
+    with config.open_engine(start, config.workers) as engine, address.lock_for_writing():
+        begin_dataset(address, shard_plan.plan)
         started = time.monotonic()
-        made = make_parts(place, work, engine)
-        speed = made.pace("samples", time.monotonic() - started)
-        put_empty_text(place, work.empty)
-        return finish(place, work.plan), speed
+        new_counts = make_parts(address, shard_plan, engine)
+        speed = new_counts.format_speed("samples", time.monotonic() - started)
+        put_empty_text(address, shard_plan.empty)
+        return finish_dataset(address, shard_plan.plan), speed
 
 
-@command(__doc__)
+@command(keys=ShardsConfig)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     with tempfile.TemporaryDirectory() as folder:
@@ -422,7 +432,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str], folder: Path) -> int:
-    paths, config, problems = read_words(argv, ShardsConfig, check)
+    paths, config, problems = parse_arguments(argv, ShardsConfig, check)
     sources = []
     if config is None:
         return 0
@@ -435,14 +445,16 @@ def _run(argv: Sequence[str], folder: Path) -> int:
             problems.append(str(error))
         problem = out_problem(paths[-1], [path for path in paths[:-1] if is_remote(path) or Path(path).is_dir()])
         problems += [problem] if problem else []
-    if config.engine != "local" and any(isinstance(one, Lines) and one.path.is_relative_to(folder) for one in sources):
+    if config.engine != "local" and any(
+        isinstance(source, TextTablePart) and source.path.is_relative_to(folder) for source in sources
+    ):
         what = "SOURCE: CSV files and JSON lines at s3:// are read from a copy on this machine, which other nodes do not see"
         problems.append(f"{what}. Possible with engine=ray: a folder that all nodes share; Parquet at s3://; tars.")
     if problems:
         raise ConfigError(problems)
-    with writing(paths[-1]):
-        counts, speed = write_stage(sources, open_place(paths[-1]), config, folder)
-    print(f"{counts}{speed}; {where_to_look(counts, paths[-1])}")
+    with report_write_errors(paths[-1]):
+        counts, speed = write_dataset(sources, open_address(paths[-1]), config, folder)
+    print(f"{counts}{speed}; {format_destination(counts, paths[-1])}")
     return counts.exit_code
 
 

@@ -12,9 +12,11 @@ import codecs
 import contextlib
 import csv
 import errno
+import functools
 import importlib
 import json
 import posixpath
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +25,14 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from cli.errors import Failed, Refused
-from cli.log import log
-from prepare.counts import EMPTY
-from prepare.objects import Objects
-from prepare.parts import GO_ON
-from prepare.samples import Row, Sample, SourceError, Taken
-from prepare.sources import Ignore, Located, Source, damage_told
-from prepare.tars import MAX_MEMBER_BYTES
-from stages.images import SampleError
-from stages.store_errors import address_problem, scheme_of
+from common.errors import Failed, Refused
+from common.log import log
+from mds.images import SampleError
+from mds.stores import address_problem, scheme_of
+from prepare.arguments import RESUME_HINT
+from prepare.parts import NO_SAMPLE
+from prepare.samples import Sample, SampleFields, SourceError, TableRow
+from prepare.sources import MAX_MEMBER_BYTES, FileSource, Ignore, Source, StoreClient, classify_read_errors
 
 COLUMNAR = (".parquet", ".arrow")
 CSV = (".csv", ".tsv")
@@ -40,10 +40,23 @@ LINES = (".jsonl", ".ndjson", *CSV)
 ROWS_PER_PART = 10_000  # as many as img2dataset puts into a tar
 ROWS_AT_ONCE = 16  # of a columnar file in memory
 MAX_LINE_BYTES = 2**24
-OF_TABLES = "SOURCE: {} is not installed, which reads Parquet and Arrow files and Hugging Face data sets"
+NOT_INSTALLED = "SOURCE: {} is not installed, which reads Parquet and Arrow files and Hugging Face data sets"
 DELIMITERS = ",\t;|"
-BAD = (ValueError, OverflowError, LookupError, NotImplementedError)  # pyarrow's own errors are of these kinds
-NO_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EINVAL}
+CONVERSION_ERRORS = (
+    ValueError,
+    OverflowError,
+    LookupError,
+    NotImplementedError,
+)  # pyarrow's own errors are of these kinds
+MISSING_FILE_ERRNOS = {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.EINVAL,
+}
 
 
 class ImageFiles:
@@ -55,7 +68,7 @@ class ImageFiles:
 
     def __init__(self, folder: str):
         self.folder = folder
-        self._objects = Objects()
+        self._objects = StoreClient()
 
     def __call__(self, path: str) -> bytes:
         """Return a file's content. Raises SampleError: there is no such file. Failed: the disk or the store is at fault."""
@@ -90,18 +103,22 @@ class ImageFiles:
                 raise SampleError("image file is too large")
             return path.read_bytes()
         except OSError as error:
-            if error.errno in NO_FILE:
+            if error.errno in MISSING_FILE_ERRNOS:
                 raise SampleError("image file cannot be opened") from error
-            raise Failed(f"SOURCE: {path} cannot be read: {error}. {GO_ON}.") from error
+            raise Failed(f"SOURCE: {path} cannot be read: {error}. {RESUME_HINT}.") from error
 
 
-class Table(Source):
+class SourceTable(Source):
     """What all tables have in common."""
 
-    def named_rows(
-        self, rows: Iterable[tuple[dict[str, Any], str | None]], taken: Taken | None, files: ImageFiles, first: int = 0
+    def rows_with_keys(
+        self,
+        rows: Iterable[tuple[dict[str, Any], str | None]],
+        fields: SampleFields | None,
+        files: ImageFiles,
+        first: int = 0,
     ) -> Iterator[Sample]:
-        """Yield each row with its key: that of its own column, else one made from the file's name and the row's number.
+        """Yield each row with its key: that of its key column, else one made from the file's name and the row's number.
 
         Args:
             rows: (values by column, why they are none).
@@ -109,31 +126,33 @@ class Table(Source):
         """
         stem, number = PurePosixPath(self.file_name).stem, first - 1
         for number, (values, problem) in enumerate(rows, first):
-            row = Row(f"{stem}/{number:08d}", values, problem, files)
-            own = _own_key(row, taken)
-            row.key = row.key if own is None else own
+            row = TableRow(f"{stem}/{number:08d}", values, problem, files)
+            key = _key_from_column(row, fields)
+            row.key = row.key if key is None else key
             yield row
         if number < first:
-            raise SourceError(EMPTY)
+            raise SourceError(NO_SAMPLE)
 
     @property
     def file_name(self) -> str:
         return self.name
 
 
-def _own_key(row: Row, taken: Taken | None) -> str | None:
+def _key_from_column(row: TableRow, fields: SampleFields | None) -> str | None:
     """Return the key in a row's own column; None: there is none."""
-    if taken is None or taken.key is None or not row.has(taken.key):
+    if fields is None or fields.key is None or not row.has(fields.key):
         return None
-    key = row.part(taken.key)
+    key = row.part(fields.key)
     return str(key) if isinstance(key, str | int) and not isinstance(key, bool) and str(key).strip() else None
 
 
-def check_columns(names: Iterable[str], taken: Taken | None) -> None:
+def check_columns(names: Iterable[str], fields: SampleFields | None) -> None:
     """Raise SourceError if a file has not the columns that are read."""
-    there = set(names)
-    for name in () if taken in (None, Taken()) else taken.names:  # the latter: no source had a sample to choose by
-        if name not in there and name.partition(":")[0] not in there:
+    columns = set(names)
+    for name in (
+        () if fields in (None, SampleFields()) else fields.names
+    ):  # the latter: no source had a sample to choose by
+        if name not in columns and name.partition(":")[0] not in columns:
             raise SourceError(f"no column {name}")
 
 
@@ -142,38 +161,40 @@ def check_columns(names: Iterable[str], taken: Taken | None) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Columnar(Located, Table):
+class ColumnarFile(FileSource, SourceTable):
     """A Parquet or an Arrow file."""
 
-    def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
-        path, where = self.here(folder)
+    def read(self, fields: SampleFields | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
+        path, where = self.fetch_local(folder)
         beside = posixpath.dirname(where) or "."
         read, lost = parquet_rows if path.suffix == ".parquet" else arrow_rows, Counter[str]()
-        with damage_told(where):
-            yield from self.named_rows(((row, None) for row in read(path, taken, lost)), taken, ImageFiles(beside))
+        with classify_read_errors(where):
+            yield from self.rows_with_keys(
+                ((row, None) for row in read(path, fields, lost)), fields, ImageFiles(beside)
+            )
         log_lost(lost, where)
 
 
-def parquet_rows(path: Path, taken: Taken | None, lost: Counter[str]) -> Iterator[dict[str, Any]]:
+def parquet_rows(path: Path, fields: SampleFields | None, lost: Counter[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a Parquet file as Python values. `lost`: see `rows_of`."""
     num_read = 0
     # Not a row group at once, which may be gigabytes of images: through a buffer, by a few rows.
-    with needed("pyarrow.parquet").ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
-        names = columns_to_read(file.schema_arrow, taken)
-        with damage_told(str(path), lambda: file.metadata.num_rows - num_read):
+    with import_optional("pyarrow.parquet").ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
+        names = columns_to_read(file.schema_arrow, fields)
+        with classify_read_errors(str(path), lambda: file.metadata.num_rows - num_read):
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=names, use_threads=False):
                 yield from rows_of(batch, lost)
                 num_read += batch.num_rows
 
 
-def arrow_rows(path: Path, taken: Taken | None, lost: Counter[str]) -> Iterator[dict[str, Any]]:
+def arrow_rows(path: Path, fields: SampleFields | None, lost: Counter[str]) -> Iterator[dict[str, Any]]:
     """The same of an Arrow file: a stream, as `save_to_disk` of `datasets` writes it, or Feather."""
-    arrow = needed("pyarrow")
+    arrow = import_optional("pyarrow")
     with arrow.memory_map(str(path)) as file:
         is_feather = file.read(6) == b"ARROW1"
         file.seek(0)
         reader = arrow.ipc.open_file(file) if is_feather else arrow.ipc.open_stream(file)
-        names = columns_to_read(reader.schema, taken)
+        names = columns_to_read(reader.schema, fields)
         batches = (reader.get_batch(n) for n in range(reader.num_record_batches)) if is_feather else reader
         for batch in batches:
             wanted = batch.select(names)
@@ -181,15 +202,15 @@ def arrow_rows(path: Path, taken: Taken | None, lost: Counter[str]) -> Iterator[
                 yield from rows_of(wanted.slice(start, ROWS_AT_ONCE), lost)
 
 
-def columns_to_read(schema: Any, taken: Taken | None) -> list[str]:
-    """Return the columns that a stage has a place for: no other images. Raises SourceError: one is missing."""
-    check_columns(schema.names, taken)
-    read = {name.partition(":")[0] for name in taken.names} | {*taken.names} if taken else {*schema.names}
+def columns_to_read(schema: Any, fields: SampleFields | None) -> list[str]:
+    """Return the columns that a dataset can hold: no other images. Raises SourceError: one is missing."""
+    check_columns(schema.names, fields)
+    read = {name.partition(":")[0] for name in fields.names} | {*fields.names} if fields else {*schema.names}
     return [column.name for column in schema if column.name in read or not _is_binary(column.type)]
 
 
 def _is_binary(kind: Any) -> bool:
-    types = needed("pyarrow").types
+    types = import_optional("pyarrow").types
     if types.is_struct(kind):
         return any(_is_binary(kind.field(number).type) for number in range(kind.num_fields))
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
@@ -197,7 +218,7 @@ def _is_binary(kind: Any) -> bool:
     return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
 
 
-def needed(module: str, text: str = OF_TABLES, lock: str = "tables") -> Any:
+def import_optional(module: str, text: str = NOT_INSTALLED, lock: str = "tables") -> Any:
     """Return a module that the environment may lack. `text`, `lock`: of the message. Raises Refused."""
     try:
         return importlib.import_module(module)
@@ -224,21 +245,21 @@ def rows_of(batch: Any, lost: Counter[str]) -> list[dict[str, Any]]:
 def values_of(column: Any, name: str, lost: Counter[str]) -> list[Any]:
     """Return a column's values. One that has no Python value, e.g. a time after the year 9999, is None; see `rows_of`.
 
-    A text that is not UTF-8 keeps its other bytes as surrogates, as in a CSV file, and is refused where it is used.
+    A text that is not UTF-8 keeps its other bytes as surrogates, as in a CSV file, and is refused when it is used.
     """
     try:
         return column.to_pylist()
-    except BAD:
+    except CONVERSION_ERRORS:
         return [_value_of(scalar, name, lost) for scalar in column]
 
 
 def _value_of(scalar: Any, name: str, lost: Counter[str]) -> Any:
     try:
         return scalar.as_py()
-    except BAD:
-        if isinstance(scalar, needed("pyarrow").DictionaryScalar):
+    except CONVERSION_ERRORS:
+        if isinstance(scalar, import_optional("pyarrow").DictionaryScalar):
             return _value_of(scalar.value, name, lost)
-        if isinstance(scalar, needed("pyarrow").StringScalar):
+        if isinstance(scalar, import_optional("pyarrow").StringScalar):
             return scalar.as_buffer().to_pybytes().decode("utf-8", "surrogateescape")
         lost[name] += 1
         return None
@@ -258,7 +279,7 @@ def log_lost(lost: Mapping[str, int], where: str) -> None:
 
 
 @dataclass(frozen=True)
-class Lines(Table):
+class TextTablePart(SourceTable):
     """Some rows of a CSV file or of JSON lines.
 
     path: of the table on this machine; one in a store was copied.
@@ -282,22 +303,22 @@ class Lines(Table):
     def file_name(self) -> str:
         return self.path.name
 
-    def known_by(self) -> dict[str, Any]:
+    def identify(self) -> dict[str, Any]:
         return {"name": self.name, "bytes": self.end - self.start, "digest": self.digest}
 
-    def read(self, taken: Taken | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
+    def read(self, fields: SampleFields | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
         files = ImageFiles(self.folder)
-        with damage_told(str(self.path)), open(self.path, "rb") as file:
+        with classify_read_errors(str(self.path)), open(self.path, "rb") as file:
             file.seek(self.start)
             lines = _lines(file, self.end - self.start)
             if self.header is None:
-                yield from self.named_rows(
-                    (_json_row(line) for line in lines if line.strip()), taken, files, self.first
+                yield from self.rows_with_keys(
+                    (_json_row(line) for line in lines if line.strip()), fields, files, self.first
                 )
             else:
-                check_columns(self.header, taken)
-                named = (self._csv_row(row) for row in _csv_rows(lines, self.delimiter) if row)
-                yield from self.named_rows(named, taken, files, self.first)
+                check_columns(self.header, fields)
+                rows = (self._csv_row(row) for row in _csv_rows(lines, self.delimiter) if row)
+                yield from self.rows_with_keys(rows, fields, files, self.first)
 
     def _csv_row(self, row: Sequence[str]) -> tuple[dict[str, Any], str | None]:
         assert self.header is not None
@@ -306,7 +327,7 @@ class Lines(Table):
         return dict(zip(self.header, row, strict=True)), None
 
 
-def cut(path: Path, folder: str) -> list[Lines]:
+def split_table(path: Path, folder: str) -> list[TextTablePart]:
     """Cut a CSV file or JSON lines into parts.
 
     Args:
@@ -319,14 +340,14 @@ def cut(path: Path, folder: str) -> list[Lines]:
     """
     is_csv = path.suffix in CSV
     with open(path, "rb") as file:
-        header, delimiter = _header(file, path) if is_csv else (None, ",")
+        header, delimiter = _read_header(file, path) if is_csv else (None, ",")
         if not is_csv and file.peek(4).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
             lines = f"jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
             raise ValueError(f"SOURCE: {path} is one JSON array. Possible: JSON lines, an object a line. Run: {lines}")
         marked = MarkedLines(file, f"{header}{delimiter}")
         rows = csv.reader(map(_decoded, marked), delimiter=delimiter) if is_csv else marked
         cuts, first, num_rows, is_whole = [], 0, 0, False
-        with contextlib.suppress(csv.Error, SourceError):  # told when that part is read
+        with contextlib.suppress(csv.Error, SourceError):  # reported when that part is read
             for row in rows:
                 num_rows += bool(row if is_csv else row.strip())
                 if num_rows == ROWS_PER_PART:
@@ -336,11 +357,11 @@ def cut(path: Path, folder: str) -> list[Lines]:
         if num_rows or not is_whole or not cuts:
             start, end, digest = marked.take()
             cuts.append((first, start, end if is_whole else path.stat().st_size, digest))
-    made = []
+    parts = []
     for number, (first, start, end, digest) in enumerate(cuts):
         name = path.name if len(cuts) == 1 else f"{path.name}, part {number + 1} of {len(cuts)}"
-        made.append(Lines(path, folder, name, digest, start, end, first, header, delimiter))
-    return made
+        parts.append(TextTablePart(path, folder, name, digest, start, end, first, header, delimiter))
+    return parts
 
 
 class MarkedLines:
@@ -363,9 +384,9 @@ class MarkedLines:
 
     def take(self) -> tuple[int, int, str]:
         """Return (start, end, digest) of the lines since the last call."""
-        taken = self._start, self._at, self._digest.hexdigest()
+        fields = self._start, self._at, self._digest.hexdigest()
         self._start, self._digest = self._at, xxhash.xxh3_64(self._salt.encode())
-        return taken
+        return fields
 
 
 def _lines(file: BinaryIO, num_bytes: int | None = None) -> Iterator[bytes]:
@@ -378,19 +399,19 @@ def _lines(file: BinaryIO, num_bytes: int | None = None) -> Iterator[bytes]:
 
 
 def _decoded(line: bytes) -> str:
-    return line.decode("utf-8", "surrogateescape")  # told of the value that it stands in
+    return line.decode("utf-8", "surrogateescape")  # reported for the value that has it
 
 
 def _csv_rows(lines: Iterable[bytes], delimiter: str) -> Iterator[list[str]]:
     """Yield the rows of a CSV file's lines. Raises SourceError: the last one has taken others into a quote without an end."""
     of_row: list[str] = []
 
-    def noted() -> Iterator[str]:
+    def recorded_lines() -> Iterator[str]:
         for line in map(_decoded, lines):
             of_row.append(line)
             yield line
 
-    for row in csv.reader(noted(), delimiter=delimiter):
+    for row in csv.reader(recorded_lines(), delimiter=delimiter):
         if len(of_row) > 1:
             try:
                 next(csv.reader(of_row, delimiter=delimiter, strict=True))
@@ -401,7 +422,7 @@ def _csv_rows(lines: Iterable[bytes], delimiter: str) -> Iterator[list[str]]:
         of_row.clear()
 
 
-def _header(file: BinaryIO, path: Path) -> tuple[tuple[str, ...], str]:
+def _read_header(file: BinaryIO, path: Path) -> tuple[tuple[str, ...], str]:
     """Read the first line of a CSV file: its columns, and its delimiter, which is the one that stands there most often."""
     line = file.readline(MAX_LINE_BYTES)
     try:
@@ -430,3 +451,190 @@ def _json_row(line: bytes) -> tuple[dict[str, Any], str | None]:
     except (ValueError, RecursionError):
         return {}, "row is not JSON"
     return (row, None) if isinstance(row, dict) else ({}, "row is not a JSON object")
+
+
+# --- read samples from Hugging Face data sets ---
+#
+#     hf://datasets/OWNER/NAME     on the hub, with config=, split= and revision= where there are several
+#     FOLDER split=train           a folder that `datasets` reads, such as a clone of one on the hub
+#
+# The library `datasets` reads them (requirements/tables.lock). A part is one of the data set's own files, as it cuts
+# them. A branch of the hub moves, so the plan has its commit, and every part is read from that. A data set whose making
+# needs its own code is refused: the library runs none.
+
+HUB = "hf://datasets/"
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class HubKeys:
+    """What of a data set is read, as the user gave it; None: the only one that there is, or `train`."""
+
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """One split of a data set.
+
+    address: name on the hub, or a folder.
+    revision: commit on the hub; None: a folder.
+    digest: of the names and sizes of a folder's files.
+    """
+
+    address: str
+    config: str
+    split: str
+    revision: str | None
+    digest: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.address if self.revision else Path(self.address).name} {self.config} {self.split}"
+
+
+class HubFiles(ImageFiles):
+    """Reads the files that rows of a data set on the hub name: those of that data set alone."""
+
+    def __call__(self, path: str) -> bytes:
+        if not path.rpartition("::")[2].startswith(f"{HUB}{self.folder}@"):
+            raise SampleError("path leads out of the data set")
+        import fsspec
+
+        try:
+            with fsspec.open(path, "rb") as file:
+                return file.read()
+        except Exception as error:  # of the hub's client and of its HTTP library
+            if isinstance(error, FileNotFoundError) or type(error).__name__.endswith("EntryNotFoundError"):
+                raise SampleError("no such image file") from error
+            raise Failed(f"SOURCE: {path} cannot be read: {_first_line(error)}. {RESUME_HINT}.") from error
+
+
+@dataclass(frozen=True)
+class HubShard(SourceTable):
+    """One of a split's own files."""
+
+    split: HubSplit
+    number: int
+    num_shards: int
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"{self.split.name}, file {self.number + 1} of {self.num_shards}"
+
+    @property
+    def file_name(self) -> str:
+        """What the keys of its rows begin with."""
+        return f"{self.split.split}-{self.number:05d}"
+
+    def identify(self) -> dict[str, Any]:
+        known = {"revision": self.split.revision, "digest": self.split.digest}
+        return {"name": self.name, **{key: value for key, value in known.items() if value is not None}}
+
+    def read(self, fields: SampleFields | None, folder: Path, ignore: Ignore) -> Iterator[Sample]:
+        of_hub = self.split.revision is not None
+        files = HubFiles(self.split.address) if of_hub else ImageFiles(self.split.address)
+        lost = Counter[str]()
+        with _classify_hub_errors(self.name) if of_hub else classify_read_errors(self.name):
+            data = open_stream(self.split)
+            if data.features:
+                check_columns(data.features, fields)
+            tables = data.shard(num_shards=self.num_shards, index=self.number).with_format("arrow").iter(ROWS_AT_ONCE)
+            batches = (batch for table in tables for batch in table.to_batches())
+            rows = (row for batch in batches for row in rows_of(batch, lost))
+            yield from self.rows_with_keys(((row, None) for row in rows), fields, files)
+        log_lost(lost, self.name)
+
+
+@functools.lru_cache(maxsize=4)  # it asks the hub for its files; worker processes inherit what the first one heard
+def open_stream(split: HubSplit) -> Any:
+    """Return the data set, whose images come as their files' bytes, not decoded."""
+    data = import_optional("datasets").load_dataset(
+        split.address, split.config, split=split.split, revision=split.revision, streaming=True
+    )
+    return data.decode(False)
+
+
+@contextlib.contextmanager
+def _classify_hub_errors(name: str) -> Iterator[None]:
+    """Turn an error of the hub or the network into Failed: a part that lacks samples would stay so."""
+    try:
+        yield
+    except (Failed, Refused, SourceError):
+        raise
+    except Exception as error:  # of the hub's client, of its HTTP library, of decoders
+        is_damage = isinstance(error, ValueError) or type(error).__module__.startswith("pyarrow")
+        if is_damage and not isinstance(error, OSError):
+            raise SourceError("cannot be read to its end") from error
+        raise Failed(f"SOURCE: {name} cannot be read: {_first_line(error)}. {RESUME_HINT}.") from error
+
+
+def find_split(address: str, keys: HubKeys) -> list[Source]:
+    """Return the parts of a data set's split.
+
+    Args:
+        address: OWNER/NAME on the hub, or a folder.
+
+    Raises:
+        Refused: `datasets` is not installed.
+        ValueError: there is no such data set, configuration, split or revision; says which there are.
+    """
+    from huggingface_hub import HfApi
+
+    datasets, folder = import_optional("datasets"), Path(address)
+    is_folder = folder.is_dir()
+    if is_folder and keys.revision:
+        raise ValueError(f"revision: {address} is a folder, which has none. Leave it out.")
+    try:
+        revision = None if is_folder else HfApi().dataset_info(address, revision=keys.revision).sha
+        config = _choose_name(
+            "config", datasets.get_dataset_config_names(address, revision=revision), keys.config, address
+        )
+        splits = datasets.get_dataset_split_names(address, config, revision=revision)
+        split = _choose_name("split", splits, keys.split or ("train" if "train" in splits else None), address)
+        hub_split = HubSplit(address, config, split, revision, _folder_digest(folder) if is_folder else None)
+        num_shards = open_stream(hub_split).num_shards
+    except Exception as error:  # of a dozen classes of two libraries
+        if type(error) is ValueError and str(error).startswith(("config:", "split:")):
+            raise
+        raise ValueError(f"SOURCE: {_explain_hub_error(error, address, keys.revision)}") from error
+    return [HubShard(hub_split, number, num_shards) for number in range(num_shards)]
+
+
+def _explain_hub_error(error: Exception, address: str, revision: str | None) -> str:
+    """Return why a data set was not to be had, and what to do."""
+    if Path(address).is_dir():
+        return f"{address} is not in a form that `datasets` reads ({_first_line(error)}). Give its files."
+    hint = {
+        "GatedRepoError": "Ask for access on its page, and set HF_TOKEN to a token of that account",
+        "RevisionNotFoundError": f"It has no revision '{revision}'. Check its name",
+        "RepositoryNotFoundError": "Check the name, and HF_TOKEN if it is private",
+        "DatasetNotFoundError": "Check the name, and HF_TOKEN if it is private or gated",
+        "RuntimeError": "If it is made by code, which is never run: give its files, or revision=refs/convert/parquet",
+    }.get(type(error).__name__, "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE; or give its files")
+    return f"{address}: no such folder here, and not to be read on the hub: {_first_line(error)}. {hint}."
+
+
+def _choose_name(key: str, possible: list[str], requested: str | None, address: str) -> str:
+    if requested in possible:
+        return requested
+    if requested is None and len(possible) == 1:
+        return possible[0]
+    what = "is not given" if requested is None else f"is {requested}"
+    raise ValueError(f"{key}: {what}. {address} has: {', '.join(possible)}. Give {key}=NAME.")
+
+
+def _folder_digest(folder: Path) -> str:
+    """Return a digest of the names and sizes of a folder's files."""
+    digest = xxhash.xxh3_64()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        digest.update(f"{name} {path.stat().st_size}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0].strip().rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Serve the page of a run, or of all runs, while they go on.
+"""Serve the page of a run, or of all runs, while they train.
 
     python -m reports.live runs/NAME                # http://127.0.0.1:8765/
     python -m reports.live runs port=9000           # all runs: a table of them, and each one's page
@@ -33,23 +33,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes, urlsplit
 
-from cli.command import command
-from cli.errors import Refused, text_of
-from cli.limits import limited, shown
-from cli.log import log
-from cli.masking import printable
-from record.history import is_run, read_history
-from record.standing import runs_under, signature
-from reports import index, page
-from reports.marks import read_words
-from reports.page_text import script_of
+from common.command import command
+from common.errors import Refused, error_text
+from common.log import log
+from common.masking import to_printable
+from common.value_types import limited, truncate
+from reports import page
+from reports.formatting import read_words, script_of
+from run_folder.history import is_run, read_history, runs_under, signature
 
 PAUSE, LEAST_SEC = 9.0, 1.0  # before a page is made again: so many times as long as that took, and no less than this
 STATUS = '<p id="live" role="status" data-tag="{tag}" data-poll="4000" hidden></p>'  # asks every 4000 ms
 MOST_PAGES = 32  # that are kept, of some MB each
 HEADERS = {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
 HEADERS |= {"X-Frame-Options": "DENY", "Cross-Origin-Resource-Policy": "same-origin"}
-WAITING = "there is no run yet. The page shows it as soon as there is."
+WAITING = "no run has started yet. The page shows it as soon as it does."
 
 
 class Page(NamedTuple):
@@ -67,7 +65,7 @@ def notice(text: str) -> str:
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Easel</title>
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark"></head>
-<body><main><h1>Easel</h1><p>{html.escape(printable(text))}</p></main></body></html>"""
+<body><main><h1>Easel</h1><p>{html.escape(to_printable(text))}</p></main></body></html>"""
 
 
 def with_renewal(made: str, tag: str) -> bytes:
@@ -97,13 +95,13 @@ class Site:
         with self._lock:
             is_one = is_run(self.folder)
             runs = [self.folder] if is_one else runs_under(self.folder)
-            shown = [run for run in runs if path in ("/", f"/{index.link_of(self.folder, run)}")]
-            if path != "/" and (is_one or not shown):
+            selected = [run for run in runs if path in ("/", f"/{page.link_of(self.folder, run)}")]
+            if path != "/" and (is_one or not selected):
                 return None
             old = self._pages.pop(path, Page(None, "", b"", 0.0))
             if time.monotonic() >= old.rests_until:
-                signed = [(run, signature(run)) for run in shown]
-                old = old if signed == old.signed else self._made(shown, signed, is_table=path == "/" and not is_one)
+                signed = [(run, signature(run)) for run in selected]
+                old = old if signed == old.signed else self._made(selected, signed, is_table=path == "/" and not is_one)
             self._pages[path] = old  # the last asked for is the last to go
             if len(self._pages) > MOST_PAGES:
                 del self._pages[next(iter(self._pages))]
@@ -113,10 +111,10 @@ class Site:
         began, tag, made = time.monotonic(), f"{time.time_ns():x}", notice(f"{self.folder}: {WAITING}")
         try:
             if runs:
-                made = index.html_of(self.folder, runs, is_live=True) if is_table else page_of(runs[0])
+                made = page.html_of_all(self.folder, runs, is_live=True) if is_table else page_of(runs[0])
         except Exception as error:  # removed or half written: the next one may be whole again
-            made = notice(text_of(error))
-            log.error(text_of(error))
+            made = notice(error_text(error))
+            log.error(error_text(error))
         took = time.monotonic() - began
         return Page(signed, tag, with_renewal(made, tag), began + took + max(LEAST_SEC, PAUSE * took))
 
@@ -131,17 +129,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send a page, or say that the client has it already."""
         if not is_own_name(self.headers.get("Host"), self.server.names):
-            given = "Host: not a name of this machine. Possible: localhost, an IP address, or host= of reports.live."
-            return self._send(HTTPStatus.MISDIRECTED_REQUEST, notice(given).encode())
+            problem = "Host: not a name of this machine. Possible: localhost, an IP address, or host= of reports.live."
+            return self._send(HTTPStatus.MISDIRECTED_REQUEST, notice(problem).encode())
         try:
-            found = self.server.site.find(os.fsdecode(unquote_to_bytes(urlsplit(self.path).path)))
+            page = self.server.site.find(os.fsdecode(unquote_to_bytes(urlsplit(self.path).path)))
         except ValueError:  # no address
-            found = None
-        if found is None:
+            page = None
+        if page is None:
             return self._send(HTTPStatus.NOT_FOUND, notice("No such page. / lists all.").encode())
-        if f'"{found.tag}"' in self.headers.get("If-None-Match", ""):
-            return self._send(HTTPStatus.NOT_MODIFIED, b"", found.tag)
-        return self._send(HTTPStatus.OK, found.body, found.tag)
+        if f'"{page.tag}"' in self.headers.get("If-None-Match", ""):
+            return self._send(HTTPStatus.NOT_MODIFIED, b"", page.tag)
+        return self._send(HTTPStatus.OK, page.body, page.tag)
 
     do_HEAD = do_GET
 
@@ -196,22 +194,22 @@ class LiveKeys:
     """The address; the default is for people on this machine alone."""
 
 
-@command(__doc__)
+@command(keys=LiveKeys)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
 
-    def wrong(places: Sequence[str]) -> list[str]:
-        given = shown(" ".join(places))
-        is_one = len(places) == 1 and given and not Path(given).is_file()
-        return [] if is_one else [f"command line: '{given}'. Possible: one folder. Give a run's, or that of all runs."]
+    def wrong(folders: Sequence[str]) -> list[str]:
+        text = truncate(" ".join(folders))
+        is_one = len(folders) == 1 and text and not Path(text).is_file()
+        return [] if is_one else [f"command line: '{text}'. Possible: one folder. Give a run's, or that of all runs."]
 
-    [place], keys = read_words(argv, LiveKeys, wrong)
+    [folder], keys = read_words(argv, LiveKeys, wrong)
     host, port = keys.host, keys.port
     try:
-        server = Server(host, port, Site(Path(place)))
+        server = Server(host, port, Site(Path(folder)))
     except OSError as error:
-        ways = "Give another port=, 0 for any that is free, or host=, an address of this machine"
-        raise Refused(f"port: {port} on {host} cannot be used: {error.strerror or error}. {ways}.") from error
+        fixes = "Give another port=, 0 for any that is free, or host=, an address of this machine"
+        raise Refused(f"port: {port} on {host} cannot be used: {error.strerror or error}. {fixes}.") from error
     with server, contextlib.suppress(KeyboardInterrupt):
         print(server.address, flush=True)
         if host not in ("localhost", "127.0.0.1", "::1"):

@@ -1,7 +1,7 @@
 """The model card of an export: README.md, as the Hugging Face Hub shows it, from a run's record. Its text: model_card.md.j2.
 
-What others have written (names, paths, captions) stands in it as inline code or as a quoted literal of Python: no HTML, no
-Markdown and no line of its own. Passwords in addresses and values behind `${...}` are not in what it is made from.
+Names, paths and captions are written as inline code or as a quoted literal of Python, so that none becomes HTML, Markdown or
+a new line. Passwords in addresses and values behind `${...}` are not in what it is made from.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cli.masking import printable
+from common.masking import to_printable
 
 Row = Mapping[str, Any]
 
@@ -28,7 +28,7 @@ LICENCES = {
     "runwayml/stable-diffusion-v1-5": ("creativeml-openrail-m", "CreativeML Open RAIL-M"),
     "shipped": (OTHER, "Apache 2.0, as this project"),  # which says nothing of what was trained
 }
-"""Beginning of a place of weights -> the hub's name of their licence, and its own."""
+"""Prefix of the weights' address -> the hub's name of their licence, and its own name."""
 
 RECIPE = (
     *("global_batch_size", "image_size", "seed", "precision", "objective.prediction", "objective.zero_terminal_snr"),
@@ -62,36 +62,36 @@ class Card:
 
         facts = self.facts
         weights = {"The frozen encoders": facts["encoders"], "The denoiser's initial weights": facts["denoiser_start"]}
-        sources = {what: place for what, place in weights.items() if place not in (None, "random")}
-        licences = {_licence_of(place)[0] for place in sources.values()}
+        sources = {what: address for what, address in weights.items() if address not in (None, "random")}
+        licences = {_find_licence(address)[0] for address in sources.values()}
         call = {"num_inference_steps": facts["steps"], **facts["pipeline_call"]}
         commits = {"the run": facts["run_commit"], "the export": facts["commit"]}
         target = {key: self.config.get(f"target.{key}") for key in ("fid", "clip", "val_loss")}
-        made = jinja2.Environment(
+        environment = jinja2.Environment(
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
         )
-        made.filters.update(code=code, literal=literal, number=_number)
-        return made.from_string(Path(__file__).with_suffix(".md.j2").read_text()).render(
+        environment.filters.update(code=code, literal=literal, number=_number)
+        return environment.from_string(Path(__file__).with_suffix(".md.j2").read_text()).render(
             name=self.name,
             facts=facts,
             config=self.config,
             scores=self.scores,
             summary=self.summary,
             licence=licences.pop() if len(licences) == 1 else OTHER,
-            sources=[(what, place, _licence_of(place)[1]) for what, place in sources.items()],
+            sources=[(what, address, _find_licence(address)[1]) for what, address in sources.items()],
             call=", ".join([literal(self.caption), *(f"{key}={value!r}" for key, value in call.items())]),
             score_keys=SCORES,
             partial=any(row.get("partial") for row in self.scores),
             target=[(key, value) for key, value in target.items() if value is not None],
             tables=(("Data", DATA), ("Recipe", RECIPE)),
-            commits=[(what, commit) for what, commit in commits.items() if commit],
+            commits=[(part, commit) for part, commit in commits.items() if commit],
         )
 
 
 def code(value: Any) -> str:
     """Return a value as inline code, one line of at most 200 characters, also for a table's cell."""
-    shown = printable(value if isinstance(value, str) else json.dumps(value)).replace("`", "'").replace("|", "\\|")
-    return f"`{shown[:200] or ' '}`"
+    text = to_printable(value if isinstance(value, str) else json.dumps(value)).replace("`", "'").replace("|", "\\|")
+    return f"`{text[:200] or ' '}`"
 
 
 def literal(text: str) -> str:
@@ -99,8 +99,8 @@ def literal(text: str) -> str:
     return ascii(text).replace("`", "\\x60")
 
 
-def _licence_of(place: str) -> tuple[str, str]:
-    name = place.removeprefix("hf://")
+def _find_licence(address: str) -> tuple[str, str]:
+    name = address.removeprefix("hf://")
     return next((names for begin, names in LICENCES.items() if name.startswith(begin)), (OTHER, "not known here"))
 
 
@@ -110,6 +110,6 @@ def _number(value: Any) -> str:
     return "not measured" if value is None else f"{value:,}" if isinstance(value, int) else code(value)
 
 
-def blocks_of(readme: str) -> list[str]:
-    """Return the blocks of Python of a card, in their order."""
+def python_blocks(readme: str) -> list[str]:
+    """Return a card's blocks of Python, in their order."""
     return re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S)

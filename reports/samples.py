@@ -5,9 +5,11 @@
 
 GRID.png: a grid of callbacks/sample_grid.py, about square, an image for each line of CAPTIONS.txt, row by row.
 
-    tile_px, columns, gap_px, most      see SamplesKeys
+    tile_px=128, columns=8      width of an image in OUT.png, images in a row of it
+    gap_px=2, most=4096         between two images of GRID.png; how many of them OUT.png has, the first ones
+    note="..."                  one line under all images
 
-The picture of the README is made by `make report`.
+`make report` makes the images of the docs.
 Exit code: 0, or 2 where a file cannot be read or is not such a grid.
 """
 
@@ -21,11 +23,11 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from cli.command import command
-from cli.errors import Refused
-from cli.files import open_regular, read_regular
-from cli.limits import limited
-from reports.marks import read_words
+from common.command import command
+from common.errors import Refused
+from common.files import open_regular, read_regular
+from common.value_types import limited
+from reports.formatting import read_words
 
 MARGIN_PX, FONT_PX, LINE_PX, MAX_LINES = 10, 16, 18, 6
 
@@ -36,10 +38,12 @@ def tiles_of(grid: Image.Image, num_images: int, gap_px: int) -> list[Image.Imag
     rows = math.ceil(num_images / max(1, columns))
     across, down = grid.width + gap_px, grid.height + gap_px
     if not num_images or across % columns or down % rows:
-        given = f"{grid.width} x {grid.height} px, not {columns} x {rows} images with gaps of {gap_px} px"
-        raise ValueError(f"{given}. Possible: a grid with a line of captions for each image. Give its own, or gap_px=.")
+        problem = f"{grid.width} x {grid.height} px, not {columns} x {rows} images with gaps of {gap_px} px"
+        raise ValueError(
+            f"{problem}. Possible: a grid with a line of captions for each image. Give its own, or gap_px=."
+        )
     width, height = across // columns, down // rows
-    corners = [(place % columns * width, place // columns * height) for place in range(num_images)]
+    corners = [(index % columns * width, index // columns * height) for index in range(num_images)]
     return [grid.crop((left, top, left + width - gap_px, top + height - gap_px)) for left, top in corners]
 
 
@@ -60,27 +64,33 @@ def wrapped(text: str, font: ImageFont.FreeTypeFont, wide_px: int) -> list[str]:
     return lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 1], "..."]
 
 
-def captioned(tiles: Sequence[Image.Image], captions: Sequence[str], tile_px: int, columns: int) -> Image.Image:
-    """Return one picture of all images, enlarged without smoothing, each with its number and caption under it.
+def captioned(
+    tiles: Sequence[Image.Image], captions: Sequence[str], tile_px: int, columns: int, note: str | None = None
+) -> Image.Image:
+    """Return all images in one, enlarged without smoothing, each with its number and caption under it.
 
     Args:
         tile_px: width of an image in it.
+        note: a line under all of them.
     """
     tall_px = round(tile_px * tiles[0].height / tiles[0].width)
     font = ImageFont.load_default(size=FONT_PX)
     texts = [wrapped(f"{number}. {caption}", font, tile_px) for number, caption in enumerate(captions, 1)]
     across_px, down_px = tile_px + MARGIN_PX, tall_px + LINE_PX * max(map(len, texts)) + 2 * MARGIN_PX
     columns = min(columns, len(tiles))
-    size = (columns * across_px + MARGIN_PX, math.ceil(len(tiles) / columns) * down_px + MARGIN_PX)
-    picture = Image.new("RGB", size, "white")
-    draw = ImageDraw.Draw(picture)
-    for place, (tile, lines) in enumerate(zip(tiles, texts, strict=True)):
-        left, top = MARGIN_PX + place % columns * across_px, MARGIN_PX + place // columns * down_px
-        picture.paste(tile.resize((tile_px, tall_px), Image.Resampling.NEAREST), (left, top))
+    below_px = math.ceil(len(tiles) / columns) * down_px + MARGIN_PX
+    size = (columns * across_px + MARGIN_PX, below_px + (LINE_PX + MARGIN_PX if note else 0))
+    overview = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(overview)
+    for index, (tile, lines) in enumerate(zip(tiles, texts, strict=True)):
+        left, top = MARGIN_PX + index % columns * across_px, MARGIN_PX + index // columns * down_px
+        overview.paste(tile.resize((tile_px, tall_px), Image.Resampling.NEAREST), (left, top))
         draw.rectangle((left - 1, top - 1, left + tile_px, top + tall_px), outline="#c8c8c8")
         for number, line in enumerate(lines):
             draw.text((left, top + tall_px + 4 + number * LINE_PX), line, fill="#202020", font=font)
-    return picture
+    if note:
+        draw.text((MARGIN_PX, below_px), note, fill="#202020", font=font)
+    return overview
 
 
 @dataclass(frozen=True)
@@ -95,21 +105,23 @@ class SamplesKeys:
     """Between two images of GRID.png."""
     most: int = limited(4096, 1, 4096)
     """Images of OUT.png, the first ones."""
+    note: str | None = None
+    """One line under all images. null: none."""
 
 
-@command(__doc__)
+@command(keys=SamplesKeys)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    text = "command line: Give three places: GRID.png CAPTIONS.txt OUT.png."
-    places, keys = read_words(argv, SamplesKeys, lambda places: [] if len(places) == 3 else [text])
-    grid_path, captions_path, out = map(Path, places)
+    text = "command line: Give three paths: GRID.png CAPTIONS.txt OUT.png."
+    paths, keys = read_words(argv, SamplesKeys, lambda paths: [] if len(paths) == 3 else [text])
+    grid_path, captions_path, out = map(Path, paths)
     try:
         captions = read_regular(captions_path).decode().splitlines()
         with open_regular(grid_path) as file, Image.open(file) as grid:
             tiles = tiles_of(grid.convert("RGB"), len(captions), keys.gap_px)
-        picture = captioned(tiles[: keys.most], captions[: keys.most], keys.tile_px, keys.columns)
+        overview = captioned(tiles[: keys.most], captions[: keys.most], keys.tile_px, keys.columns, keys.note)
         out.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(out, optimize=True)
+        overview.save(out, optimize=True)
     except (OSError, ValueError) as error:
         raise Refused(str(error)) from error
     print(f"written: {out}")

@@ -1,10 +1,10 @@
 """Show the record of a sweep: a table whose rows are means over the seeds, and loss curves with the band of the seeds.
 
     python -m reports.study runs/sweeps/NAME/record.json             # for the terminal
-    python -m reports.study RECORD.json OUT.png PAGE.md              # a picture; the table between a page's marks
+    python -m reports.study RECORD.json OUT.png PAGE.md              # the plot; the table between a page's marks
 
-A page says by marks where the table goes (reports/marks.py). Runs of one seed see the same images, noise and times, so where
-a sweep has `points`, each is also set against the first one with the same seed: chance that both share falls out.
+A page says by marks where the table goes (reports/formatting.py). Runs of one seed see the same images, noise and times, so
+where a sweep has `points`, each is also set against the first one with the same seed: chance that both share falls out.
 Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has no marks.
 """
 
@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cli.command import command
-from reports.marks import Record, Row, Table, in_markdown, in_text, show_record
-from reports.page_plots import smoothed
-from reports.tables import about
+from common.command import command
+from reports.charts import smoothed
+from reports.formatting import Record, RecordTable, Row, about, in_markdown, in_text, show_record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,17 +46,17 @@ DPI = 120
 
 def label_of(run: Run, keys: Sequence[str]) -> str:
     """Return a run's values of some keys in words: precision=bf16, states=bf16."""
-    values, called = run["values"], _called(keys)
-    return ", ".join(f"{called[key]}={_word(values[key])}" for key in keys if key in values) or "all"
+    values, short = run["values"], short_names(keys)
+    return ", ".join(f"{short[key]}={_word(values[key])}" for key in keys if key in values) or "all"
 
 
 def groups_of(runs: Sequence[Run], keys: Sequence[str]) -> dict[str, list[Run]]:
     """Return label -> the runs that are ok and have the same values of these keys, in the record's order."""
-    found: dict[str, list[Run]] = {}
+    groups: dict[str, list[Run]] = {}
     for run in runs:
         if run["status"] == OK:
-            found.setdefault(label_of(run, keys), []).append(run)
-    return found
+            groups.setdefault(label_of(run, keys), []).append(run)
+    return groups
 
 
 def first_of(record: Record, run: Run) -> Run | None:
@@ -74,8 +73,8 @@ def _of_points(record: Record) -> list[str]:
     return [key for key in record["of_points"] if key != SEED]
 
 
-def _called(keys: Sequence[str]) -> dict[str, str]:
-    """Return key -> its last part, where no other key has it."""
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Return key -> its last part; the whole key where another one ends in the same part."""
     last = [key.rpartition(".")[2] for key in keys]
     return {key: part if last.count(part) == 1 else key for key, part in zip(keys, last, strict=True)}
 
@@ -87,40 +86,43 @@ def _word(value: Any) -> str:
 # --- the table ---
 
 
-def table_of(record: Record) -> Table:
+def table_of(record: Record) -> RecordTable:
     """A row for each group: means over its seeds, with the least and the greatest."""
     keys = [key for key in record["axes"] if key != SEED]
     ran = [run for run in record["runs"] if run["status"] == OK]
     figures = [each for each in QUALITY if any(run.get(each[0]) is not None for run in ran)] or list(SPEED)
     is_set_against = bool(_of_points(record)) and figures[0] in QUALITY[:1]
-    head = (*_called(keys).values(), "runs", *(name for _, name, _ in figures))
+    head = (*short_names(keys).values(), "runs", *(name for _, name, _ in figures))
     head += ("loss over the first's, by seed",) if is_set_against else ()
     rows: list[Row] = []
-    for of in groups_of(record["runs"], keys).values():
-        cells = [_word(of[0]["values"][key]) if key in of[0]["values"] else "-" for key in keys]
-        cells += [str(len(of)), *(_spread([run.get(key) for run in of], digits) for key, _, digits in figures)]
+    for group_runs in groups_of(record["runs"], keys).values():
+        cells = [_word(group_runs[0]["values"][key]) if key in group_runs[0]["values"] else "-" for key in keys]
+        cells += [
+            str(len(group_runs)),
+            *(_format_range([run.get(key) for run in group_runs], digits) for key, _, digits in figures),
+        ]
         if is_set_against:
-            cells.append(_over_first(record, of))
+            cells.append(_over_first(record, group_runs))
         rows.append(tuple(cells))
     lost = len(record["runs"]) - len(ran)
     title = f"Sweep {record['sweep']}: mean over the seeds (least to greatest)"
     title += f"; {lost} of {len(record['runs'])} runs did not end well" if lost else ""
-    return Table(f"{title}:", head, "l" * len(keys) + "r" * (len(head) - len(keys)), rows)
+    return RecordTable(f"{title}:", head, "l" * len(keys) + "r" * (len(head) - len(keys)), rows)
 
 
-def _spread(values: Sequence[float | None], digits: str) -> str:
+def _format_range(values: Sequence[float | None], digits: str) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "-"
-    mean, least, most = (format(of, digits) for of in (statistics.fmean(known), min(known), max(known)))
+    mean, least, most = (format(value, digits) for value in (statistics.fmean(known), min(known), max(known)))
     return mean if len(known) == 1 else f"{mean} ({least} to {most})"
 
 
 def _over_first(record: Record, of: Sequence[Run]) -> str:
     pairs = [(run, first_of(record, run)) for run in of]
     known = [(run.get("val_loss"), first.get("val_loss")) for run, first in pairs if first is not None]
-    ratios = [100.0 * (own / other - 1.0) for own, other in known if own is not None and other]
-    return _spread(ratios, "+.2f").replace(" (", " % (") if ratios else "-"
+    ratios = [100.0 * (value / other - 1.0) for value, other in known if value is not None and other]
+    return _format_range(ratios, "+.2f").replace(" (", " % (") if ratios else "-"
 
 
 def text_of(record: Record) -> str:
@@ -135,36 +137,38 @@ def markdown_of(record: Record) -> str:
     return f"\n{about(record)} {in_markdown(table_of(record))}\n"
 
 
-# --- the picture ---
+# --- the plot ---
 
 
 def bands_of(groups: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]) -> dict[str, np.ndarray]:
     """Return label -> (4, N): images seen, mean over the seeds, least and greatest; as far as all of its seeds came."""
-    found = {}
-    for label, of in groups.items():
-        first, last = max(images[0] for images, _ in of), min(images[-1] for images, _ in of)
-        images = of[0][0][(of[0][0] >= first) & (of[0][0] <= last)]
-        values = np.stack([np.interp(images, *curve) for curve in of])
-        found[label] = np.stack([images, values.mean(0), values.min(0), values.max(0)])
-    return found
+    bands = {}
+    for label, group_curves in groups.items():
+        first, last = max(images[0] for images, _ in group_curves), min(images[-1] for images, _ in group_curves)
+        images = group_curves[0][0][(group_curves[0][0] >= first) & (group_curves[0][0] <= last)]
+        values = np.stack([np.interp(images, *curve) for curve in group_curves])
+        bands[label] = np.stack([images, values.mean(0), values.min(0), values.max(0)])
+    return bands
 
 
 def losses_of(runs: Sequence[Run], keys: Sequence[str]) -> dict[str, np.ndarray]:
     """Return label -> the band of its losses, see `bands_of`; running means of SMOOTH_WINDOWS windows."""
-    return bands_of({label: curves for label, of in groups_of(runs, keys).items() if (curves := _curves(of))})
+    return bands_of(
+        {label: curves for label, group_runs in groups_of(runs, keys).items() if (curves := _curves(group_runs))}
+    )
 
 
 def differences_of(record: Record, runs: Sequence[Run], keys: Sequence[str]) -> dict[str, np.ndarray]:
     """Return label -> the band of how far its losses are over the first point's with the same seed, in percent."""
-    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-    for label, of in groups_of(runs, keys).items():
-        for run in of:
+    curves_by_label: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for label, group_runs in groups_of(runs, keys).items():
+        for run in group_runs:
             first = first_of(record, run)
-            if first is None or not (own := _curves([run])) or not (theirs := _curves([first])):
+            if first is None or not (these := _curves([run])) or not (theirs := _curves([first])):
                 continue
-            [(images, losses)], [other] = own, theirs
-            found.setdefault(label, []).append((images, 100.0 * (losses / np.interp(images, *other) - 1.0)))
-    return bands_of(found)
+            [(images, losses)], [other] = these, theirs
+            curves_by_label.setdefault(label, []).append((images, 100.0 * (losses / np.interp(images, *other) - 1.0)))
+    return bands_of(curves_by_label)
 
 
 def _curves(runs: Sequence[Run]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -189,20 +193,21 @@ def draw(record: Record, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    own = [key for key in record["axes"] if key in _of_points(record)]
-    others = [key for key in record["axes"] if key not in (*own, SEED)]
-    shown = dict(itertools.islice(groups_of(record["runs"], others if own else []).items(), MOST_PANELS))
-    lines = own or others
-    losses = [losses_of(of, lines) for of in shown.values()]
-    below = [differences_of(record, of, lines) for of in shown.values()]
+    keys = [key for key in record["axes"] if key in _of_points(record)]
+    others = [key for key in record["axes"] if key not in (*keys, SEED)]
+    panels = groups_of(record["runs"], others if keys else [])
+    drawn = dict(itertools.islice(panels.items(), MOST_PANELS))
+    lines = keys or others
+    losses = [losses_of(group_runs, lines) for group_runs in drawn.values()]
+    below = [differences_of(record, group_runs, lines) for group_runs in drawn.values()]
     labels = list(dict.fromkeys(label for bands in losses for label in bands))
     looks = dict(zip(labels, itertools.product(("-", "--"), COLOURS), strict=False))
-    num_rows, num = 2 if any(below) else 1, len(shown)
+    num_rows, num = 2 if any(below) else 1, len(drawn)
     size = (max(8, 5.5 * num), 1 + 3.6 * num_rows)
     figure, axes = pyplot.subplots(num_rows, num, squeeze=False, figsize=size, layout="constrained")
-    for column, name in enumerate(shown):
+    for column, name in enumerate(drawn):
         _draw(axes[0, column], losses[column], looks, "training loss, mean and extremes of the seeds")
-        axes[0, column].set_title(name if own and others else "")
+        axes[0, column].set_title(name if keys and others else "")
         if num_rows > 1:
             _draw(axes[1, column], below[column], looks, "over the first, same seed, %")
             axes[1, column].axhline(0.0, color="#808080", linewidth=0.8)
@@ -210,6 +215,8 @@ def draw(record: Record, path: Path) -> None:
     if len(labels) > 1:  # a panel may lack a line: its runs did not end well
         lines_of = {line.get_label(): line for panel in axes[0] for line in panel.get_lines()}
         axes[0, -1].legend([lines_of[label] for label in looks], [*looks], fontsize=7)
+    if len(drawn) < len(panels) or len(looks) < len(labels):
+        figure.suptitle(f"{len(drawn)} of {len(panels)} panels, {len(looks)} of {len(labels)} lines", fontsize=9)
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
 
@@ -228,7 +235,7 @@ def _draw(axes: Axes, bands: Lines, looks: Mapping[str, tuple[str, str]], what: 
 # --- the command ---
 
 
-@command(__doc__)
+@command()
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     return show_record(argv, "sweep.py", text_of, markdown_of, draw, "RECORD.json, OUT.png, PAGE.md")

@@ -1,4 +1,4 @@
-"""Make the dashboard of a project at W&B: a workspace view with the figures of record/metric_names.py.
+"""Make the dashboard of a project at W&B: a workspace view with the figures of run_folder/metric_names.py.
 
     python -m reports.wandb_dashboard ENTITY/PROJECT
     python -m reports.wandb_dashboard ENTITY/PROJECT grouped=true
@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cli.command import command
-from cli.errors import Refused
-from record.metric_names import FILM, IMAGES, SAMPLES, bins_named
-from reports.marks import read_words
+from common.command import command
+from common.errors import Refused
+from reports.formatting import read_words
+from run_folder.metric_names import IMAGES, SAMPLES, VIDEOS, bins_named
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -31,7 +31,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Quality": {
         "FID": ("eval/fid",),
         "CLIP score": ("eval/clip",),
-        "Samples": (SAMPLES, FILM),
+        "Samples": (SAMPLES, VIDEOS),
         "Images to the target": ("result/images_to_target",),
         "Training seconds to the target": ("result/seconds_to_target",),
     },
@@ -108,24 +108,24 @@ class DashboardKeys:
     """A line for each group of runs."""
 
 
-@command(__doc__)
+@command(keys=DashboardKeys)
 def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     text = f"command line: '{' '.join(argv)}'. Possible: ENTITY/PROJECT, then grouped=true."
     is_name = re.compile(r"[^/=\s]+/[^/=\s]+").fullmatch
-    places, keys = read_words(
-        argv, DashboardKeys, lambda places: [] if len(places) == 1 and is_name(places[0]) else [text]
+    projects, keys = read_words(
+        argv, DashboardKeys, lambda projects: [] if len(projects) == 1 and is_name(projects[0]) else [text]
     )
     if importlib.util.find_spec("wandb_workspaces") is None:
         todo = "Run: pip install --no-deps -r requirements/loggers.lock"
         raise Refused(f"wandb-workspaces is not installed, which the dashboard is made with. {todo}.")
-    view = workspace(*places[0].split("/"), grouped=keys.grouped)
+    view = workspace(*projects[0].split("/"), grouped=keys.grouped)
     try:
         print(f"made: {view.save().url}")
     except Exception as error:  # of W&B's client, requests, GraphQL
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         todo = "Look at `wandb login` and at the name"
-        raise Refused(f"{places[0]}: W&B has not taken the view: {why.rstrip('.')}. {todo}.") from error
+        raise Refused(f"{projects[0]}: W&B has not taken the view: {why.rstrip('.')}. {todo}.") from error
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The parts of sweep.py: its file, its points, their runs, the table and the pictures.
+"""The parts of sweep.py: its file, its points, their runs, the table and the plots.
 
-sweep.py alone imports this room. It imports preflight/, training/, reports/, record/ and the rooms below them.
+sweep.py alone imports this room. It imports preflight/, training/, reports/, run_folder/ and the rooms below.
 """

@@ -12,19 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from cli.files import write_json, write_whole
-from cli.log import log
-from cli.table import as_table
-from config import count
+from common.files import write_atomic, write_json
+from common.log import log, render_table
+from config import pluralize
 from preflight.plan import readable_time
-from record.environment import environment
-from record.files import read_summary
-from record.history import History, read_history
-from record.summary import VAL_LOSS, rounded
 from reports.study import SCHEMA
-from sweeps.file import Sweep, as_text
-from sweeps.points import Point
-from sweeps.state import OK, State
+from run_folder.environment import environment
+from run_folder.files import read_summary
+from run_folder.history import VAL_LOSS, History, read_history, rounded
+from sweeps.plan import Point, Sweep, as_text
+from sweeps.running import OK, SweepState
 
 CSV = "summary.csv"
 SPEED = "images_per_sec_per_device"
@@ -46,7 +43,7 @@ FIGURES = (
 )
 """Columns after those of the keys, the run and its status: figures of a run that is ok."""
 LAST = ("message", "identity", "commit")
-SHOWN = (SPEED, f"{SPEED}_min", f"{SPEED}_max", "mfu", "peak_mem_gib", "loss", VAL_LOSS, "fid", "clip")
+PRINTED = (SPEED, f"{SPEED}_min", f"{SPEED}_max", "mfu", "peak_mem_gib", "loss", VAL_LOSS, "fid", "clip")
 TAIL = 4  # the last quarter of the windows
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -57,13 +54,13 @@ MOST_POINTS = 200
 Row = dict[str, Any]
 
 
-def rows_of(points: Sequence[Point], state: State) -> list[Row]:
+def rows_of(points: Sequence[Point], state: SweepState) -> list[Row]:
     """Return the row of each point: figures of those that are ok, and why the others have none."""
     rows = []
     for point in points:
-        status, said = state.status_of(point)
+        status, message = state.status_of(point)
         code = state.line_of(point).get("commit")
-        row: Row = {"run": point.name, "status": status, "message": said, "identity": point.identity, "commit": code}
+        row: Row = {"run": point.name, "status": status, "message": message, "identity": point.identity, "commit": code}
         row |= point.values
         if status == OK:
             row |= _figures(state.folder / point.name, row)
@@ -78,28 +75,28 @@ def _figures(folder: Path, row: Row) -> Row:
     except ValueError as error:
         return {"message": " ".join(str(error).split())}
     devices, speed = summary.get("num_devices") or 1, summary.get("images_per_sec")
-    found = {key: summary.get(key) for key in (*FIGURES, "commit")}
+    figures = {key: summary.get(key) for key in (*FIGURES, "commit")}
     for end in ("min", "max"):
         extreme = summary.get(f"images_per_sec_{end}")
-        found[f"{SPEED}_{end}"] = None if extreme is None else rounded(extreme / devices)
+        figures[f"{SPEED}_{end}"] = None if extreme is None else rounded(extreme / devices)
     batch = summary.get("global_batch_size")
-    found["step_ms"] = rounded(1000.0 * batch / speed) if batch and speed else None
+    figures["step_ms"] = rounded(1000.0 * batch / speed) if batch and speed else None
     lines = [*history.evaluations, *history.scores]
     for key in ("fid", "clip"):  # a run without a target has them in its evaluations alone
         scores = [line[key] for line in lines if line.get(key) is not None]
-        found[key] = rounded(scores[-1]) if found[key] is None and scores else rounded(found[key])
-    return {**found, **_tail(history)}
+        figures[key] = rounded(scores[-1]) if figures[key] is None and scores else rounded(figures[key])
+    return {**figures, **_last_values(history)}
 
 
-def _tail(history: History) -> Row:
+def _last_values(history: History) -> Row:
     """Return mean and standard deviation of the loss over the last quarter of the windows."""
     losses = history.windows["loss"][~(history.windows["unfinished"] == 1.0)]
     tail = losses[len(losses) - max(1, len(losses) // TAIL) :] if len(losses) else losses
     tail = tail[np.isfinite(tail)]
     if not len(tail):
         return {}
-    spread = rounded(float(tail.std(ddof=1))) if len(tail) > 1 else None
-    return {"loss_tail": rounded(float(tail.mean())), "loss_tail_std": spread}
+    deviation = rounded(float(tail.std(ddof=1))) if len(tail) > 1 else None
+    return {"loss_tail": rounded(float(tail.mean())), "loss_tail_std": deviation}
 
 
 # --- as text ---
@@ -125,18 +122,18 @@ def _cell(value: Any) -> Any:
 
 
 def write_csv(folder: Path, rows: Sequence[Row], keys: Sequence[str]) -> None:
-    """Write summary.csv whole; where that cannot be, say so: the next end of a run tries again."""
+    """Write summary.csv whole; if that fails, log it: the next end of a run tries again."""
     try:
-        write_whole(folder / CSV, as_csv(rows, keys))
+        write_atomic(folder / CSV, as_csv(rows, keys))
     except OSError as error:
-        log.warning(f"{folder / CSV}: cannot be written: {error.strerror}. The runs go on; close what has it open.")
+        log.warning(f"{folder / CSV}: cannot be written: {error.strerror}. The runs continue; close what has it open.")
 
 
-def shown(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[Row]) -> str:
     """Return the table for the terminal, with the columns that any row has."""
-    columns = [key for key in SHOWN if any(row.get(key) is not None for row in rows)]
+    columns = [key for key in PRINTED if any(row.get(key) is not None for row in rows)]
     cells = [[row["run"], row["status"], *(row.get(key) for key in columns)] for row in rows]
-    return as_table(("run", "status", *columns), cells, "ll" + "r" * len(columns))
+    return render_table(("run", "status", *columns), cells, "ll" + "r" * len(columns))
 
 
 def messages(rows: Sequence[Row]) -> list[str]:
@@ -151,15 +148,15 @@ def progress(point: Point, status: str, seconds: float, *, done: int, of: int, t
     return f"{done} of {of} done; {point.name}: {status} after {readable_time(seconds)}{more}"
 
 
-def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
+def format_counts(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return how many runs have which status."""
     statuses = [row["status"] for row in rows]
-    return f"{count(len(rows), 'run')}: " + ", ".join(
+    return f"{pluralize(len(rows), 'run')}: " + ", ".join(
         f"{statuses.count(each)} {each}" for each in dict.fromkeys(statuses)
     )
 
 
-# --- all that a sweep has found, as one file, from which reports/study.py makes its table and picture anywhere ---
+# --- all that a sweep has found, as one file, from which reports/study.py makes its table and plot anywhere ---
 
 
 def record_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
@@ -171,7 +168,7 @@ def record_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
         "sweep": sweep.name,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **environment(),
-        "yaml": sweep.own.yaml,
+        "yaml": sweep.command.yaml,
         "keys": [*sweep.keys, *sweep.typed],
         "axes": list(sweep.axes),
         "of_points": varying,
@@ -180,21 +177,21 @@ def record_of(sweep: Sweep, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _run(row: Row, keys: Sequence[str], folder: Path) -> dict[str, Any]:
-    found = {
+    run = {
         "run": row["run"],
         "status": row["status"],
         "values": {key: row[key] for key in keys if key in row},
         **{key: row[key] for key in (*FIGURES, "message", "identity", "commit") if row.get(key) not in (None, "")},
     }
     empty: dict[str, list[float]] = {"images": [], "loss": []}
-    return {**found, "curve": curve_of(read_history(folder / row["run"])) if row["status"] == OK else empty}
+    return {**run, "curve": curve_of(read_history(folder / row["run"])) if row["status"] == OK else empty}
 
 
 def curve_of(history: History) -> dict[str, list[float]]:
     """Return a run's loss over the images seen, thinned; what is not finite is left out."""
     images, losses = history.windows["images"], history.windows["loss"]
-    there = np.isfinite(images) & np.isfinite(losses) & ~(history.windows["unfinished"] == 1.0)
-    images, losses = images[there], losses[there]
+    is_finite = np.isfinite(images) & np.isfinite(losses) & ~(history.windows["unfinished"] == 1.0)
+    images, losses = images[is_finite], losses[is_finite]
     pieces = np.array_split(np.arange(len(losses)), min(len(losses), MOST_POINTS)) if len(losses) else []
     return {
         "images": [int(images[piece[-1]]) for piece in pieces],

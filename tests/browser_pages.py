@@ -39,7 +39,7 @@ def other_run(runs: Path) -> Path:
     config = (folder / "config.yaml").read_text()
     assert "seed: 17" in config and "lr: 0.0015" in config
     (folder / "config.yaml").write_text(config.replace("seed: 17", "seed: 18").replace("lr: 0.0015", "lr: 0.001"))
-    (folder / "later.yaml").write_text((folder / "later.yaml").read_text() + "cost:\n  per_device_hour: 10\n")
+    (folder / "overrides.yaml").write_text((folder / "overrides.yaml").read_text() + "cost:\n  per_device_hour: 10\n")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     worse = [{**line, "fid": line["fid"] + 14.3941} if line.get("evaluation") else line for line in lines]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in worse))
@@ -51,7 +51,7 @@ def other_run(runs: Path) -> Path:
 def broken_run(runs: Path) -> Path:
     """Killed in the middle of a line, after an error; captions with HTML, an escape sequence and 10,000 letters."""
     folder = copy_run(runs, "broken", num_grids=2)
-    for name in ("summary.json", "environment.json", "config.yaml", "later.yaml"):
+    for name in ("summary.json", "environment.json", "config.yaml", "overrides.yaml"):
         (folder / name).unlink()
     lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:60], b"\xff{}\n", lines[60][:50]]))

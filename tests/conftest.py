@@ -8,12 +8,14 @@ import gc
 import io
 import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the real hub; tests/hub_serve
 
 import numpy as np
 import pytest
-import warm
+import warm_processes
 from PIL import Image
+from tqdm import tqdm
 
 pytest_plugins = ("miniature", "hub_server")
 
@@ -45,7 +48,7 @@ TINY_RUN = [
 
 def with_frames(family: str, size: tuple[int, int], variant: str = "stock") -> tuple[int, ...]:
     """Return a size of a family's pictures: of videos with three latent frames."""
-    from zoo import load_family
+    from families import load_family
 
     found = load_family(family, "tiny", variant)
     return size if found.num_frames is None else (*size, 1 + 2 * found.frames_per_latent)
@@ -84,6 +87,20 @@ def write_tar(path: Path, samples: Mapping[str, Mapping[str, bytes]]) -> Path:
     return path
 
 
+def in_child(function: Callable[[], int], limit_sec: float = 120.0) -> int:
+    """Run in a forked process; return its exit code, or minus the signal that ended it."""
+
+    def work() -> None:
+        tqdm.set_lock(threading.RLock())  # tqdm's own is shared with this process: a killed child may hold it for good
+        os._exit(function())
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(limit_sec)
+    assert child.exitcode is not None, "hangs"
+    return child.exitcode
+
+
 def tree(folder: Path) -> dict[str, bytes]:
     """All files under a folder, hidden ones included: path in it -> content."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -93,13 +110,13 @@ def tree(folder: Path) -> dict[str, bytes]:
 def started(*command: str, output: int = subprocess.DEVNULL, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """A command in the project's root with this interpreter's programs first on the PATH, in a session of its own.
 
-    Python's programs and Composer's launcher start warm, see tests/warm.py.
+    Python's programs and Composer's launcher start warm, see tests/warm_processes.py.
     Whatever becomes of the test, nothing is left of it: neither a launcher's ranks nor their loader workers.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **variables}
     streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-    kind = warm.Process if warm.can_start(command) else subprocess.Popen
+    kind = warm_processes.Process if warm_processes.can_start(command) else subprocess.Popen
     with kind(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **streams) as process:
         try:
             yield process
@@ -119,16 +136,16 @@ PART_1 = {
     *(
         "adopt",
         "adopt_run",
-        "batch_wait",
+        "reader_waits",
         "bench_data",
         "benchmark",
         "buckets",
-        "cache_room",
+        "cache_space",
         "checkpoints",
     ),
     *(
         "data",
-        "draws",
+        "sample_randomness",
         "encoders",
         "end_to_end",
         "evaluation",
@@ -146,24 +163,36 @@ PART_1 = {
         "mixture",
         "mlflow",
         "mlperf_log",
-        "nodes",
+        "canonical_nodes",
         "order",
-        "pictures",
-        "places",
+        "eval_images",
+        "third_party_weights",
     ),
-    *("prepare", "prepare_parts", "profile", "resume", "run_folder", "scale", "shared_memory", "sources", "starts"),
-    *("stops", "stream", "tables", "unfinished", "validation", "yamls"),
-    *("batch_memory", "families", "flux_encodings", "sharding", "lora_runs"),
-    *("video_stage", "video_latents", "video_run"),
+    *(
+        "shards",
+        "parts",
+        "profile",
+        "resume",
+        "damaged_run_folder",
+        "bench_scale",
+        "shared_cache",
+        "sources",
+        "refused_starts",
+    ),
+    *("stop_signals", "reader", "tables", "interrupted_evaluation", "validation", "yamls"),
+    *("reader_memory", "families", "flux_encodings", "sharding", "lora_runs"),
+    *("video_dataset", "video_latents", "video_run"),
 }
-"""Tests that stream, whose shared memory is the machine's, are all in one half."""
+"""Tests that read datasets are in one half: those that compare with plain streaming share its shared memory."""
 
-SLOW_IN_PART_2 = {"evaluation", "unfinished", "validation", "yamls"}
+SLOW_IN_PART_2 = {"evaluation", "interrupted_evaluation", "validation", "yamls"}
 """Those of them whose slow tests are in the other half where that has shared memory of its own: so both take equally long."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "one half of the tests: `make test` runs both beside each other; those that stream are all in the first"
+    text = (
+        "one half of the tests: `make test` runs both beside each other; those that read datasets are all in the first"
+    )
     parser.addoption("--part", choices=("1", "2"), help=text)
     parser.addoption("--apart", action="store_true", help="the second half has its own /dev/shm and temporary folder")
 
@@ -185,7 +214,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep what is imported by now from the garbage collector, which took an eighth of the tests' time to look at it."""
     files = {item.module for item in session.items if isinstance(item, pytest.Function)}
     if any(vars(file).get("run") is run or vars(file).get("started") is started for file in files):
-        warm.begin()
+        warm_processes.begin()
     gc.collect()
     gc.freeze()
 
@@ -199,8 +228,8 @@ def cache_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
 @contextlib.contextmanager
 def cost_made_up() -> Iterator[None]:
     """Give a step a made-up cost: a run's own is traced through its network, which takes seconds for each of its keys."""
-    import preflight.run
-    from training.cost import Cost
+    import training.builders
+    from training.memory import Cost
 
     cost = Cost(
         trained_parameters=10**6,
@@ -211,7 +240,7 @@ def cost_made_up() -> Iterator[None]:
         frozen_gib=0.01,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight.run, "traced_cost", lambda *given, **ways: cost)
+        patch.setattr(training.builders, "traced_cost", lambda *given, **ways: cost)
         yield
 
 
@@ -236,13 +265,13 @@ def same_number_of_threads() -> Iterator[None]:
 def nothing_stays_hidden() -> Iterator[None]:
     """Forget what stood behind `${...}` in a test: a process keeps it to its end, and the next test may say the same path."""
     yield
-    if masking := sys.modules.get("cli.masking"):
+    if masking := sys.modules.get("common.masking"):
         masking._values.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_shared_memory_is_left_open() -> Iterator[None]:
-    """Close what streaming keeps open to the end of a process: six files for each dataset, and there are thousands here."""
+    """Close what plain streaming keeps open to the end of a process: six files for each dataset, and there are hundreds."""
     yield
     memory = sys.modules.get("streaming.base.shared.memory")
     for each in gc.get_objects() if memory else ():

@@ -26,9 +26,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SCALAR, FETCH, UPLOAD = "read as a number", "copied to the host", "made on the host"
+SHAPE = "shape or truth of values"
 DISPATCHED = {"_local_scalar_dense": SCALAR} | dict.fromkeys(
     ("nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave.Tensor"),
-    "shape or truth of values",
+    SHAPE,
 )
 FROM_PYTHON = {"tensor", "as_tensor", "from_numpy", "scalar_tensor", "new_tensor"}
 FACTORIES = {"zeros", "ones", "full", "empty", "arange", "linspace", "eye", "rand", "randn", "randint", "randperm"}
@@ -89,7 +90,7 @@ class _Dispatched(TorchDispatchMode):
         if name in ("index", "index_put", "index_put_") and any(
             each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
         ):
-            what = DISPATCHED["nonzero"]
+            what = SHAPE
         if what is not None:
             self.waits.note(what)
         return func(*args, **(kwargs or {}))

@@ -1,10 +1,10 @@
 """A stand-in of the Hugging Face Hub on loopback: what huggingface_hub asks of it, over models that a test has put there.
 
-The facts of a model, its branches, a search, and files: small ones as they are, large ones over a redirect to a second
+The facts of a model, the models of an owner, and files: small ones as they are, large ones over a redirect to a second
 address, with the headers of the real hub (ETag, X-Repo-Commit, X-Linked-Etag, X-Linked-Size, X-Error-Code), ranges included.
-A data set is a model here: the two have addresses of their own, and the same answers.
+A data set is a model here: the two have different addresses and the same answers.
 It also takes uploads: a model is made, small files come in the commit, large ones by git-LFS before it.
-Not there: Xet, by which the real hub moves large files for those who have hf_xet; HF_HUB_DISABLE_XET=1 does without.
+Not there: Xet, by which the real hub moves large files for clients with hf_xet; HF_HUB_DISABLE_XET=1 does without.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Model:
     is_gated: bool = False
     private: bool = False
     large: dict[str, bytes] = field(default_factory=dict)
-    """SHA-256 -> content of what came by git-LFS."""
+    """SHA-256 -> content of uploads by git-LFS."""
 
 
 @dataclass
@@ -61,6 +61,8 @@ class Hub:
     """File -> how many times it is sent with a byte changed."""
     broken: dict[str, int] = field(default_factory=dict)
     """File -> how many times its connection ends in the middle."""
+    missing: set[str] = field(default_factory=set)
+    """Files that are listed and not found."""
 
     def add(self, repo: str, content: Path | dict[str, bytes], revision: str = "main") -> str:
         """Put a folder's files into a model, and return the commit."""
@@ -75,10 +77,10 @@ class Hub:
     @property
     def sent(self) -> list[str]:
         """The files whose bytes were asked for, not their facts alone."""
-        found = (
+        matches = (
             re.fullmatch(r"GET /(?:cdn/[^/]+/[^/]+|[^/]+/[^/]+/resolve)/[^/]+/(.*)", asked) for asked in self.asked
         )
-        return [unquote(one[1]) for one in found if one and (not one[1].endswith(LARGE) or "/cdn/" in one[0])]
+        return [unquote(one[1]) for one in matches if one and (not one[1].endswith(LARGE) or "/cdn/" in one[0])]
 
 
 @contextmanager
@@ -106,7 +108,7 @@ def variables(hub: Hub, cache: Path) -> dict[str, str]:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub for this process and a cache of its own, tmp_path/cache."""
+    """A hub for this process and its cache, tmp_path/cache."""
     from huggingface_hub import constants
 
     from weights import hub as own
@@ -119,7 +121,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        own._listing.cache_clear()
+        own._list_repo_files.cache_clear()
         yield server
 
 
@@ -134,13 +136,20 @@ def _facts(repo: str, model: Model, commit: str) -> dict[str, Any]:
     return {"id": repo, "sha": commit, "private": False, "gated": gated, "tags": [], "siblings": siblings}
 
 
-def _tree(content: dict[str, bytes]) -> list[dict[str, Any]]:
-    files = [{"type": "file", "path": path, "size": len(c), "oid": git_sha1(c)} for path, c in content.items()]
-    for file in files:
-        if file["path"].endswith(LARGE):
-            sha256 = hashlib.sha256(content[file["path"]]).hexdigest()
-            file["lfs"] = {"oid": sha256, "size": file["size"], "pointerSize": 134}
-    return files
+def _tree(content: dict[str, bytes], folder: str, is_recursive: bool) -> list[dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = {}
+    for path in content:
+        begin, name = (f"{folder}/" if folder else ""), path.removeprefix(f"{folder}/")
+        if path.startswith(begin) and "/" in name and not is_recursive:
+            path = begin + name.partition("/")[0]
+            entries[path] = {"type": "directory", "path": path, "oid": "1" * 40, "size": 0}
+        elif path.startswith(begin):
+            file = {"type": "file", "path": path, "size": len(content[path]), "oid": git_sha1(content[path])}
+            if path.endswith(LARGE):
+                sha256 = hashlib.sha256(content[path]).hexdigest()
+                file["lfs"] = {"oid": sha256, "size": file["size"], "pointerSize": 134}
+            entries[path] = file
+    return list(entries.values())
 
 
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
@@ -190,10 +199,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     hub.models[repo] = Model(private=asked[0].get("visibility") == "private")
                 return self._say(200 if is_new else 409, {"url": f"{hub.address}/{repo}"})
             if parts[2:] == ["info", "lfs", "objects", "batch"]:
-                repo, ways = f"{parts[0]}/{parts[1].removesuffix('.git')}", []
+                repo, actions = f"{parts[0]}/{parts[1].removesuffix('.git')}", []
                 for one in asked[0]["objects"]:
-                    ways.append({**one, "actions": {"upload": {"href": f"{hub.address}/lfs/{repo}/{one['oid']}"}}})
-                return self._say(200, {"transfer": "basic", "objects": ways})
+                    actions.append({**one, "actions": {"upload": {"href": f"{hub.address}/lfs/{repo}/{one['oid']}"}}})
+                return self._say(200, {"transfer": "basic", "objects": actions})
             repo = "/".join(parts[2:4])
             if parts[4] == "preupload":
                 modes = [
@@ -222,10 +231,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if hub.status != 200:
                 self._say(hub.status, {"error": "the hub is out of order"})
             elif parts == ["api", "models"]:
-                asked = {name: values[0].lower() for name, values in parse_qs(url.query).items()}
-                author, search = asked.get("author", ""), asked.get("search", "")
-                found = [repo for repo in hub.models if repo.startswith(author) and search in repo.lower()]
-                self._say(200, [{"id": repo} for repo in found])
+                [owner] = parse_qs(url.query)["author"]
+                self._say(200, [{"id": repo} for repo in hub.models if repo.startswith(owner)])
             elif parts[0] == "cdn":
                 hub.logins.append(self.headers.get("authorization"))
                 self._send("/".join(parts[4:]), hub.models["/".join(parts[1:3])].commits[parts[3]]["/".join(parts[4:])])
@@ -238,19 +245,17 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             model, has_token = hub.models.get(repo), self.headers.get("authorization") == f"Bearer {TOKEN}"
             if model is None:  # the real one does not tell strangers whether there is a private model
                 return self._say(404 if has_token else 401, {}, {"X-Error-Code": "RepoNotFound"} if has_token else {})
-            if rest == ["refs"]:
-                refs = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in model.refs.items()]
-                return self._say(200, {"branches": refs, "converts": [], "tags": []})
             revision = rest[1] if rest else "main"
             commit = model.refs.get(revision, revision)
             if commit not in model.commits:
                 return self._say(404, {}, {"X-Error-Code": "RevisionNotFound"})
             if rest[:1] == ["tree"]:
-                return self._say(200, _tree(model.commits[commit]))
+                entries = _tree(model.commits[commit], "/".join(rest[2:]), "recursive=true" in self.path.lower())
+                return self._say(200, entries) if entries else self._say(404, {}, {"X-Error-Code": "EntryNotFound"})
             if rest[:1] != ["resolve"]:
                 return self._say(200, _facts(repo, model, commit))
             path, about = "/".join(rest[2:]), {"X-Repo-Commit": commit}
-            if path not in model.commits[commit]:
+            if path not in model.commits[commit] or path in hub.missing:
                 return self._say(404, {}, {"X-Error-Code": "EntryNotFound", **about})
             if model.is_gated and not has_token:
                 return self._say(401, {}, {"X-Error-Code": "GatedRepo", **about})
@@ -266,9 +271,10 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if self.command == "GET" and hub.damaged.get(path, 0) > 0:
                 hub.damaged[path] -= 1
                 content = content[:-1] + bytes([content[-1] ^ 1])
-            start = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
-            begin = int(start[1]) if start else 0
-            span = {"Content-Range": f"bytes {begin}-{len(content) - 1}/{len(content)}"} if start else {}
+            start = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+            begin, size = int(start[1]) if start else 0, len(content)
+            content = content[: int(start[2]) + 1] if start and start[2] else content
+            span = {"Content-Range": f"bytes {begin}-{len(content) - 1}/{size}"} if start else {}
             self._head(206 if start else 200, len(content) - begin, {**(headers or {}), **span})
             if self.command == "HEAD":
                 return

@@ -1,6 +1,6 @@
 """A small miniature for end-to-end tests: its data with few images, and the command-line words of its runs.
 
-It has every part of a run, with the encoders and scoring networks of zoo/shapes_weights. So a test of seconds shows what
+It has every part of a run, with the encoders and scoring networks of families/shapes_weights. So a test of seconds shows what
 happens in a long run. Tests about SD2, synthetic data and images of many sizes have other fixtures, see conftest.py.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, tree
 
-WEIGHTS = ROOT / "zoo/shapes_weights"
+WEIGHTS = ROOT / "families/shapes_weights"
 READER = f"inception={WEIGHTS}/reader/model.safetensors"
 NUM_IMAGES, NUM_PROMPTS = 192, 32
 
@@ -74,17 +74,16 @@ class Miniature:
 
 def make(folder: Path) -> Miniature:
     """Make what `make miniature` makes, of fewer pictures and in several shards."""
-    from prepare import fid_statistics, latents, shards
-    from prepare.shapes import command
+    from prepare import fid_statistics, latents, shapes, shards
 
     made = Miniature(folder)
     tars, images, moments, shard = str(made.folder / "tars"), str(made.images), str(made.moments), "shard_size=32kb"
-    assert command.main([tars, f"num_images={NUM_IMAGES}"]) == 0
+    assert shapes.main([tars, f"num_images={NUM_IMAGES}"]) == 0
     assert shards.main([tars, images, shard]) == 0
     assert latents.main([images, moments, "model.family=shapes", "image_size=32", shard]) == 0
-    assert command.main([str(made.reference), "num_images=256", "part=reference", "layout=files"]) == 0
+    assert shapes.main([str(made.reference), "num_images=256", "part=reference", "layout=files"]) == 0
     assert fid_statistics.main([str(made.reference), str(made.statistics), READER]) == 0
-    assert command.main([str(made.prompts), f"num_images={NUM_PROMPTS}", "part=prompts"]) == 0
+    assert shapes.main([str(made.prompts), f"num_images={NUM_PROMPTS}", "part=prompts"]) == 0
     return made
 
 

@@ -17,10 +17,8 @@ from conftest import ROOT
 from omegaconf import OmegaConf
 
 from callbacks.mlperf_log import MLPerfConfig, MLPerfLog
-from zoo import mlperf_sd
-from zoo.mlperf_flux import FLUX
-from zoo.mlperf_rules import Benchmark
-from zoo.mlperf_sd import SD
+from families import mlperf
+from families.mlperf import FLUX, SD, Benchmark
 
 FIXTURE = "written from the published curves of MLPerf's reference: not a result"
 BEGAN = 1_700_000_000.0
@@ -43,7 +41,7 @@ def curves(global_batch_size: int) -> list[list[Point]]:
 def passes(point: Point) -> bool:
     if "val_loss" in point:
         return point["val_loss"] <= FLUX.target["val_loss"]
-    return point["fid"] <= mlperf_sd.TARGET_FID and point["clip"] >= mlperf_sd.TARGET_CLIP
+    return point["fid"] <= mlperf.TARGET_FID and point["clip"] >= mlperf.TARGET_CLIP
 
 
 def header(global_batch_size: int, seed: int, **changes: Any) -> dict[str, Any]:
@@ -67,7 +65,7 @@ def header(global_batch_size: int, seed: int, **changes: Any) -> dict[str, Any]:
 
 
 class Drive:
-    """A run without a network: the callback, its clock, and what the trainer would tell it."""
+    """A run without a network: the callback, its clock, and the events of the trainer."""
 
     def __init__(
         self,
@@ -137,9 +135,7 @@ def closed(ruleset: str = "5.0.0", **changes: Any) -> MLPerfConfig:
     return MLPerfConfig(enabled=True, ruleset=ruleset, **given)
 
 
-def write_run(
-    folder: Path, points: Sequence[Point], *, seed: int, global_batch_size: int = 512, **changes: Any
-) -> Path:
+def write_run(folder: Path, points: Sequence[Point], *, seed: int, global_batch_size=512, **changes: Any) -> Path:
     """A whole run record of a fixture: its log, and the files that a report reads."""
     config = changes.pop("config", closed())
     drive = Drive(folder, config, header(global_batch_size, seed, **changes))
@@ -151,30 +147,18 @@ def write_run(
 def record(
     folder: Path, points: Sequence[Point], *, seed: int, global_batch_size: int, config: MLPerfConfig, **more: Any
 ) -> None:
-    """config.yaml, metrics.jsonl, starts.jsonl, environment.json and summary.json, as far as a report looks at them."""
+    """The files of a run that a report reads: config.yaml, metrics.jsonl, starts.jsonl, environment.json, summary.json."""
     section = {"enabled": True, "division": config.division, "ruleset": config.ruleset, "org": config.org}
-    given = {
-        "run_name": folder.name,
-        "seed": seed,
-        "global_batch_size": global_batch_size,
-        "mlperf": {**section, "platform": config.platform},
-        "target": {"fid": mlperf_sd.TARGET_FID, "clip": mlperf_sd.TARGET_CLIP},
-        **more,
-    }
+    given = {"run_name": folder.name, "seed": seed, "global_batch_size": global_batch_size}
+    given |= {"mlperf": {**section, "platform": config.platform}}
+    given |= {"target": {"fid": mlperf.TARGET_FID, "clip": mlperf.TARGET_CLIP}, **more}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(given)))
     lines = [{"evaluation": True, "partial": False, "num_images": 30_000, **point} for point in points]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "starts.jsonl").write_text(json.dumps({"start": 1, "batch": 0}) + "\n")
-    machine = {
-        "device": "no machine",
-        "num_devices": 8,
-        "torch_version": "2.7.0",
-        "platform": "Linux x86_64",
-        "commit": "0",
-    }
-    (folder / "environment.json").write_text(json.dumps({"schema": 1, **machine}))
+    machine = {"device": "no machine", "num_devices": 8, "torch_version": "2.7.0", "platform": "Linux x86_64"}
+    machine = {"schema": 1, **machine, "commit": "0"}
+    (folder / "environment.json").write_text(json.dumps(machine))
     outcome = "reached" if any(map(passes, points)) else "missed"
-    (folder / "summary.json").write_text(
-        json.dumps({"schema": 1, "target": outcome, "images_per_sec": 1000.0, **machine})
-    )
+    (folder / "summary.json").write_text(json.dumps({**machine, "target": outcome, "images_per_sec": 1000.0}))

@@ -16,15 +16,15 @@ from composer.utils import dist
 from conftest import with_frames
 from test_families import TRAINED, TRAINED_ON_VIDEO
 
+from families.encoders import ModelConfig
+from families.objectives import ObjectiveConfig
 from model import LatentDiffusion, build_model, step_seed
 from training import sharding, speed
 from training.speed import SpeedKeys
-from weights.parts import joined
-from zoo.model_config import ModelConfig
-from zoo.objectives import ObjectiveConfig
+from weights.tensors import gather_tensor
 
 CPU = torch.device("cpu")
-WAYS = {
+VARIANTS = {
     "plain": SpeedKeys(),
     "recomputed": SpeedKeys(gradient_checkpointing=0.5),
     "compiled": SpeedKeys(compile="blocks"),
@@ -35,8 +35,8 @@ WAYS = {
 def built(name: str, variant: str, *, has_denoiser: bool) -> LatentDiffusion:
     config = ModelConfig(name, "tiny", variant, weights="random")
     objective = ObjectiveConfig()
-    ways = dict(size=with_frames(name, (64, 64)), normalize="symmetric", seed=0)
-    return build_model(config, objective, **ways, has_denoiser=has_denoiser)
+    options = dict(size=with_frames(name, (64, 64)), normalize="symmetric", seed=0)
+    return build_model(config, objective, **options, has_denoiser=has_denoiser)
 
 
 def gradients(model: LatentDiffusion) -> dict[str, torch.Tensor]:
@@ -52,32 +52,32 @@ def gradients(model: LatentDiffusion) -> dict[str, torch.Tensor]:
     }
     batch = model.draw(batch, torch.Generator().manual_seed(step_seed(0, 0, rank)))
     model.loss(model(batch), batch).backward()
-    found = {}
+    result = {}
     for name, parameter in model.denoiser.named_parameters():
         grad = parameter.grad
         if model.in_step:
-            found[name] = joined(grad)
+            result[name] = gather_tensor(grad)
         else:
             dist.all_reduce(grad)
-            found[name] = grad / dist.get_world_size()
-    return found
+            result[name] = grad / dist.get_world_size()
+    return result
 
 
 def difference(name: str, variant: str, way: str, how: str) -> float:
-    keys, precision = WAYS[way], "bf16" if way == "bf16" else "fp32"
-    whole = built(name, variant, has_denoiser=True).place(CPU, precision)
+    keys, precision = VARIANTS[way], "bf16" if way == "bf16" else "fp32"
+    whole = built(name, variant, has_denoiser=True).to_device(CPU, precision)
     wanted = gradients(whole)
     shared = built(name, variant, has_denoiser=dist.get_global_rank() == 0)
-    shared.place_around(CPU, precision)
+    shared.move_frozen_to_device(CPU, precision)
     keys = SpeedKeys(**{**vars(keys), "sharding": how})
-    speed.apply(shared, keys, precision)
+    speed.apply(shared, keys)
     sharding.shard(shared, how, CPU, precision)
     for tensor, other in zip(shared.denoiser.state_dict().values(), whole.denoiser.state_dict().values(), strict=True):
-        assert torch.equal(joined(tensor), other)
-    found = gradients(shared)
-    assert found.keys() == wanted.keys()
+        assert torch.equal(gather_tensor(tensor), other)
+    result = gradients(shared)
+    assert result.keys() == wanted.keys()
     greatest = max(float(grad.abs().max()) for grad in wanted.values())
-    return max(float((found[key] - wanted[key]).abs().max()) for key in wanted) / greatest
+    return max(float((result[key] - wanted[key]).abs().max()) for key in wanted) / greatest
 
 
 if __name__ == "__main__":
@@ -87,7 +87,7 @@ if __name__ == "__main__":
     differences = {
         f"{name} {way}": difference(name, variant, way, how)
         for name, variant in [*TRAINED, *TRAINED_ON_VIDEO]
-        for way in (WAYS if name in ("sd2", "flux", "wan") else ["plain"])
+        for way in (VARIANTS if name in ("sd2", "flux", "wan") else ["plain"])
     }
     if dist.get_global_rank() == 0:
         Path(out).write_text(json.dumps(differences))

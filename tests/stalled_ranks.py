@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from composer.utils import dist
 
 import benchmark
-from cli.command import start
-from stages.moments import MomentsStream
+from common.command import start
+from mds.moments import MomentsDataset
 
 
 def stall_after(num_batches: int) -> None:
-    """Let a process read so many batches of moments and wait for the next one for ever."""
-    read_batch, read = MomentsStream.read_batch, []
+    """Let a process read so many batches of moments and wait for the next one forever."""
+    read_batch, read = MomentsDataset.read_batch, []
 
     def slow(self, sample_ids):
         read.append(sample_ids)
@@ -28,7 +28,7 @@ def stall_after(num_batches: int) -> None:
             time.sleep(0.1)
         return read_batch(self, sample_ids)
 
-    MomentsStream.read_batch = slow
+    MomentsDataset.read_batch = slow
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_two_ranks_train_on_what_others_have_written_are_killed_and_go_on(tmp_pa
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
-    [cache] = (tmp_path / "cache/easel/stages").iterdir()
+    [cache] = (tmp_path / "cache/easel/datasets").iterdir()
     shard = sorted(cache.glob("shard.*.mds"))[0]
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])  # without hashes its size is compared
@@ -72,5 +72,5 @@ def test_two_ranks_train_on_what_others_have_written_are_killed_and_go_on(tmp_pa
     last = [lines_of(tmp_path / "runs" / name)[-1] for name in ("killed", "whole")]
     assert last[0]["batch"] == BATCHES and last[0]["loss"] == last[1]["loss"]
     assert sorted(path.suffix for path in cache.iterdir()) == sorted(
-        [".json", "", *[".mds"] * len(list(cache.glob("shard.*.mds")))]
+        [".json", "", "", *[".mds"] * len(list(cache.glob("shard.*.mds")))]
     )

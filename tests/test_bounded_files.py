@@ -10,19 +10,29 @@ from pathlib import Path
 
 import pytest
 from browser_pages import copy_run
+from conftest import ROOT
 
 import export
-from cli.files import open_regular, read_json, read_regular
+from common.files import open_regular, read_json, read_regular
 from evaluation.prompts import read_prompts
-from evaluation.score_table import read_rows
+from evaluation.table import read_rows
 from prepare import coco
-from record.config_file import CONFIG, LATER, masked_text, read_config
-from record.files import ALL, check_record, evaluations_of, lost_history, read_summary
-from record.films import read_mp4
-from record.history import grid_bytes, is_run, read_history
-from record.mlperf_events import events_to_fault, read_events
-from record.standing import signature
-from reports.page_samples import samples_of
+from reports.page_content import samples_of
+from run_folder.files import (
+    ALL_FILES,
+    CONFIG,
+    OVERRIDES,
+    check_record,
+    evaluations_of,
+    lost_history,
+    masked_text,
+    read_config,
+    read_object,
+    read_summary,
+)
+from run_folder.history import grid_bytes, is_run, read_history, signature
+from run_folder.mlperf_log import events_to_fault, read_events
+from run_folder.sample_videos import read_mp4
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,15 +72,8 @@ def test_what_is_no_file_of_some_size_is_refused_before_it_is_read(what, tmp_pat
 
 
 READERS: list[Callable[[Path], object]] = [
-    read_history,
-    read_config,
-    masked_text,
-    check_record,
-    read_summary,
-    evaluations_of,
-    signature,
-    export._commit_of,
-    export.caption_of,
+    *(read_history, read_config, masked_text, check_record, read_summary, evaluations_of, signature, export.caption_of),
+    lambda folder: read_object(folder / "environment.json"),
     lambda folder: lost_history(folder, None),
     lambda folder: read_rows(folder / "eval.jsonl"),
     lambda folder: read_events(folder / "mlperf.log"),
@@ -82,16 +85,16 @@ READERS: list[Callable[[Path], object]] = [
 """All that reads a run's folder: each returns, or says why not."""
 
 
-@pytest.mark.parametrize("what", ODD)
-def test_no_reader_of_a_runs_folder_waits_for_a_pipe_or_reads_a_device(what, tmp_path):
-    make, _ = ODD[what]
+@pytest.mark.parametrize("what", ["pipe", "long"])
+def test_no_reader_of_a_run_folder_waits_for_a_pipe_or_reads_a_device(what, tmp_path):
     run = copy_run(tmp_path)
     (run / "samples").mkdir(exist_ok=True)
-    for name in (*ALL, LATER, "samples/captions.txt", "samples/im000000000064.png", "samples/im000000000064.mp4"):
-        path, kept = run / name, tmp_path / "kept"
+    samples = ("samples/captions.txt", "samples/im000000000064.png", "samples/im000000000064.mp4")
+    for name in (*ALL_FILES, OVERRIDES, *samples):
+        path, backup = run / name, tmp_path / "backup"
         if is_there := path.exists():
-            shutil.move(path, kept)
-        make(path)
+            shutil.move(path, backup)
+        ODD[what][0](path)
         for read in READERS:
             try:
                 read(run)
@@ -99,49 +102,38 @@ def test_no_reader_of_a_runs_folder_waits_for_a_pipe_or_reads_a_device(what, tmp
                 assert name.rpartition("/")[2] in str(error) or name == CONFIG, (name, error)
         path.unlink()
         if is_there:
-            shutil.move(kept, path)
+            shutil.move(backup, path)
     assert not read_history(run).missing
 
 
-@pytest.mark.parametrize("what", ODD)
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("reports.study", ["a.json"]),
-        ("reports.study", ["record.json", "b.md"]),
-        ("reports.latency", ["a.json"]),
-        ("reports.tables", ["a.json"]),
-        ("reports.scaling", ["a.json"]),
-        ("reports.compare", ["a.json", "b.json"]),
-        ("reports.mlperf", ["a.json", "out"]),
-        ("reports.page", ["a.json"]),
-        ("reports.samples", ["a.png", "a.txt", "out.png"]),
-        ("evaluation.plots", ["a.json", "out.png"]),
-        ("evaluation.plots", ["a.jsonl", "out.png"]),
-        ("bench.ladder", ["a.yaml"]),
-        ("sweep", ["a.yaml"]),
-        ("benchmark", ["a.yaml"]),
-    ],
-)
-def test_a_command_of_such_a_file_is_refused(what, name, words, tmp_path, monkeypatch, capsys):
+COMMANDS = """
+reports.study a.json
+reports.study record.json b.md
+reports.tables a.json
+scaling.report a.json
+reports.compare a.json b.json
+reports.mlperf a.json out
+reports.page a.json
+reports.samples a.png a.txt out.png
+evaluation.plots a.json out.png
+evaluation.plots a.jsonl out.png
+bench.ladder a.yaml
+sweep a.yaml
+benchmark a.yaml
+"""
+
+
+@pytest.mark.parametrize("what", ["pipe", "long"])
+@pytest.mark.parametrize("command", COMMANDS.split("\n")[1:-1])
+def test_a_command_refuses_such_a_file(what, command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for suffix in ("json", "jsonl", "png", "txt", "html", "yaml"):
-        ODD[what][0](Path(f"a.{suffix}"))
-    for path in ("b.json", "b.md"):
-        ODD[what][0](Path(path))
-    results = Path(__file__).resolve().parent.parent / "reports/results"
-    shutil.copyfile(results / "shapes_precision.json", "record.json")
-    shutil.copyfile(results / "shapes/seed17.json", "scores.json")
+    for name in ("a.json", "a.jsonl", "a.png", "a.txt", "a.html", "a.yaml", "b.json", "b.md", "a.tsv"):
+        ODD[what][0](Path(name))
+    shutil.copyfile(ROOT / "reports/results/shapes_precision.json", "record.json")
+    name, *words = command.split()
     assert importlib.import_module(name).main(words) == 2
-    said = capsys.readouterr().err
-    assert said and "Traceback" not in said
-    assert not Path("out.png").exists()
-
-
-@pytest.mark.parametrize("what", ODD)
-def test_prompts_and_captions_are_files(what, tmp_path):
-    for name, read in {"a.tsv": lambda path: read_prompts(str(path)), "a.json": coco.read_annotations}.items():
-        path = tmp_path / name
-        ODD[what][0](path)
+    printed = capsys.readouterr().err
+    assert printed and "Traceback" not in printed and not Path("out.png").exists()
+    for name, read in (("a.tsv", read_prompts), ("a.json", lambda name: coco.read_annotations(Path(name)))):
         with pytest.raises(ValueError, match=f"{name}.* cannot be read: it "):
-            read(path)
+            read(name)

@@ -14,7 +14,7 @@ import pytest
 from browser_pages import NASTY, RECORD, broken_run, copy_run, find_browser, other_run, words_for_browser
 
 from reports import live, page
-from reports.page_text import NONE
+from reports.formatting import NONE
 
 HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
 pytestmark = [
@@ -84,10 +84,13 @@ def test_a_page_loads_without_an_error_and_asks_nothing_of_a_network(chromium, p
     with Opened(chromium, pages[name]) as opened:
         assert opened.wrong == [] and opened.asked == [pages[name]]
         assert opened.tab.locator("h1").count() == 1 and opened.tab.title() not in ("", "hit")
+    with Opened(chromium, pages[name], java_script_enabled=False) as opened:
+        count = {"index": ("#runs tbody tr", 3), "one": ("#samples-image img:visible", 1)}
+        assert opened.tab.locator(count[name][0]).count() == count[name][1] if name in count else True
 
 
-def test_short_the_slider_moves_by_keys_and_by_mouse_and_shows_another_picture(chromium, pages):
-    """The one that `make test-slow` runs."""
+def test_short_the_slider_moves_by_keys_and_by_mouse_and_shows_another_image(chromium, pages):
+    """The test that `make test-slow` runs."""
     grids = grids_of(RECORD)
     with Opened(chromium, pages["one"]) as opened:
         slider, seen = opened.tab.locator("#samples-slider"), opened.tab.locator("#samples-seen")
@@ -103,7 +106,7 @@ def test_short_the_slider_moves_by_keys_and_by_mouse_and_shows_another_picture(c
         assert opened.wrong == []
 
 
-def test_two_runs_are_beside_each_other_each_with_its_slider(chromium, pages):
+def test_two_runs_are_compared_each_with_its_slider(chromium, pages):
     with Opened(chromium, pages["compared"]) as opened:
         results, differences = (opened.tab.locator(place).inner_text() for place in ("#results", "#differences"))
         assert all(text in results for text in ("shapes_run", NASTY, "38.11", "52.50"))
@@ -114,20 +117,13 @@ def test_two_runs_are_beside_each_other_each_with_its_slider(chromium, pages):
         assert (opened.shown(), opened.shown("-2")) == (first, grids_of(RECORD)[0])
 
 
-def test_a_broken_runs_page_says_what_is_missing_and_runs_nothing_of_a_caption(chromium, pages):
-    with Opened(chromium, pages["broken"]) as opened:
-        said = opened.tab.locator("body").inner_text()
-        assert "There is no config.yaml" in said and "<script>document.title='hit'</script>" in said
-        assert "\x1b" not in said and opened.tab.title() == "broken" and opened.wrong == []
-
-
-@pytest.mark.parametrize("width", [360, 390])
 @pytest.mark.parametrize("name", PAGES)
-def test_nothing_scrolls_sideways_on_a_phone(chromium, pages, name, width):
-    with Opened(chromium, pages[name], width=width, height=780, is_mobile=True, has_touch=True) as opened:
-        assert opened.tab.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
-        opened.tab.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
-        assert opened.tab.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
+def test_nothing_scrolls_sideways_on_a_phone(chromium, pages, name):
+    with Opened(chromium, pages[name], width=360, height=780, is_mobile=True, has_touch=True) as opened:
+        for unfold in (False, True):
+            if unfold:
+                opened.tab.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+            assert opened.tab.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
 
 
 def violations(tab: Any) -> list[str]:
@@ -144,12 +140,9 @@ def violations(tab: Any) -> list[str]:
 def test_axe_core_finds_nothing_wrong(chromium, pages, name, scheme):
     with Opened(chromium, pages[name], color_scheme=scheme, bypass_csp=True) as opened:
         assert violations(opened.tab) == []
-
-
-def test_axe_core_would_find_a_text_without_contrast(chromium, pages):
-    with Opened(chromium, pages["one"], bypass_csp=True) as opened:
-        opened.tab.evaluate("document.querySelector('h1').style.color = '#ddd'")
-        assert [text.partition(":")[0] for text in violations(opened.tab)] == ["color-contrast"]
+        if (name, scheme) == ("one", "light"):  # it would see a fault
+            opened.tab.evaluate("document.querySelector('h1').style.color = '#ddd'")
+            assert [text.partition(":")[0] for text in violations(opened.tab)] == ["color-contrast"]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -170,17 +163,6 @@ def test_everything_is_reached_by_tab_in_the_pages_order_and_the_focus_is_seen(c
         if name == "one":  # what is folded away opens by a key
             opened.tab.locator("summary").first.press("Enter")
             assert opened.tab.locator("details").first.get_attribute("open") == ""
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_prints(chromium, pages, name):
-    """On white, whatever the screen; no plot and no table is wider than the paper."""
-    with Opened(chromium, pages[name], width=720, color_scheme="dark") as opened:
-        assert opened.tab.pdf(format="A4").startswith(b"%PDF-")
-        opened.tab.emulate_media(media="print", color_scheme="dark")
-        colours = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
-        assert opened.tab.evaluate(colours) == ["rgb(255, 255, 255)", "rgb(27, 31, 36)"]
-        assert opened.tab.locator("input[type=range]:visible").count() == 0
 
 
 # --- the table of all runs ---
@@ -205,11 +187,8 @@ def test_the_table_is_sorted_by_a_click_and_by_a_key_and_what_has_no_value_stays
         head("cost").locator("button").press("Enter")
         assert names_of(opened)[0] == NASTY and head("cost").get_attribute("aria-sort") == "descending"
         head("FID").locator("button").press("Space")
-        fids = [
-            float(cell)
-            for cell in opened.tab.locator("#runs tbody tr td:nth-child(5)").all_inner_texts()
-            if cell != NONE
-        ]
+        cells = opened.tab.locator("#runs tbody tr td:nth-child(5)").all_inner_texts()
+        fids = [float(cell) for cell in cells if cell != NONE]
         assert fids == sorted(fids) and sorts() == ["FID"] and names_of(opened)[-1] == "broken"
         head("run").locator("button").click()
         assert names_of(opened) == sorted(names_of(opened))
@@ -219,14 +198,7 @@ def test_the_table_is_sorted_by_a_click_and_by_a_key_and_what_has_no_value_stays
         assert opened.tab.locator("#result").get_attribute("data-state") == "reached"
 
 
-def test_without_scripts_the_pages_show_all_that_they_have(chromium, pages):
-    with Opened(chromium, pages["index"], java_script_enabled=False) as opened:
-        assert len(opened.tab.locator("#runs tbody tr").all()) == 3
-    with Opened(chromium, pages["one"], java_script_enabled=False) as opened:
-        assert opened.tab.locator("#samples-image img:visible").count() == 1
-
-
-# --- a run that goes on ---
+# --- a running run ---
 
 
 @pytest.fixture
@@ -248,7 +220,7 @@ def grow(folder: Path, lines: list[bytes], grid: Path | None = None, end: bytes 
         shutil.copy(grid, folder / "samples")
 
 
-def test_a_page_renews_itself_and_what_the_reader_has_moved_stays(chromium, served, tmp_path):
+def test_a_page_renews_itself_and_keeps_what_the_reader_has_moved(chromium, served, tmp_path):
     runs, address = served
     whole, running = copy_run(tmp_path), tmp_path / "later" / "now"
     shutil.copytree(whole, running)
@@ -260,7 +232,7 @@ def test_a_page_renews_itself_and_what_the_reader_has_moved_stays(chromium, serv
     *_, last = sorted((running / "samples").glob("*.png"))
     last.unlink()
     with Opened(chromium, address, height=500) as opened, Opened(chromium, address) as second:
-        assert "there is no run yet" in opened.tab.locator("main").inner_text()
+        assert "no run has started yet" in opened.tab.locator("main").inner_text()
         running.parent.rename(runs)
         running = runs / "now"
         opened.tab.locator("#runs").wait_for(timeout=20_000)
@@ -284,17 +256,10 @@ def test_a_page_renews_itself_and_what_the_reader_has_moved_stays(chromium, serv
         assert opened.tab.locator("#configuration details").nth(1).get_attribute("open") == ""
         opened.tab.locator("#samples-slider").press("ArrowRight")
         assert opened.shown() == grids_of(whole)[1]
-        # Resumed: the record is cut back, and goes on.
+        # Resumed: the record is cut back, and continues.
         (running / "metrics.jsonl").write_bytes(b"".join(lines[:20]))
-        (running / "starts.jsonl").write_bytes(
-            b"".join(
-                [
-                    (running / "starts.jsonl").read_bytes(),
-                    json.dumps({**start, "start": 2, "batch": 200}).encode(),
-                    b"\n",
-                ]
-            )
-        )
+        with open(running / "starts.jsonl", "a") as file:
+            file.write(json.dumps({**start, "start": 2, "batch": 200}) + "\n")
         opened.tab.locator("#starts tbody tr").nth(1).wait_for(state="attached", timeout=20_000)
         assert opened.shown() == grids_of(whole)[1] and opened.wrong == second.wrong == []
         assert {url.split("/")[2] for url in opened.asked} == {address.split("/")[2]}
@@ -314,8 +279,8 @@ def test_a_page_whose_server_has_ended_stays_and_says_so(chromium, tmp_path, mon
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_core_finds_nothing_wrong_with_what_is_served(chromium, served, monkeypatch, scheme):
-    """While a run is waited for, and when the server has ended: the words that say so are shown here without an end."""
+def test_axe_core_finds_nothing_wrong_with_served_pages(chromium, served, monkeypatch, scheme):
+    """Before the first run, and when the server has ended: the notice is shown here without an end."""
     runs, address = served
     monkeypatch.setattr(live, "STATUS", live.STATUS.replace('"100"', '"100000000"'))
     with Opened(chromium, address, color_scheme=scheme, bypass_csp=True) as opened:

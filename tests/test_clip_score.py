@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import open_clip
 import pytest
@@ -42,7 +43,7 @@ def unit(*shape: int) -> torch.Tensor:
 # --- the pair ---
 
 
-@pytest.mark.parametrize(("height", "width"), [(512, 512), (100, 150), (300, 224), (224, 224), (64, 64)])
+@pytest.mark.parametrize(("height", "width"), [(512, 512), (100, 150), (224, 224)])
 def test_preprocessing_is_open_clips_own(pair, height, width):
     given = images(3, height, width)
     transform = image_transform_v2(PreprocessCfg(), is_train=False)
@@ -51,7 +52,7 @@ def test_preprocessing_is_open_clips_own(pair, height, width):
     torch.testing.assert_close(pair.preprocess(given), expected, rtol=0.0, atol=1e-6)
 
 
-def test_features_and_cosines_are_open_clips(pair):
+def test_features_and_cosines_are_open_clips_in_float32_whatever_is_outside(pair):
     given = images(4, 96, 96)
     torch.manual_seed(clip_score.RANDOM_SEED)
     network = open_clip.CLIP(**TINY).eval()
@@ -59,21 +60,18 @@ def test_features_and_cosines_are_open_clips(pair):
     with torch.no_grad():
         image = torch.cat([network.encode_image(transform(to_pil_image(one))[None], normalize=True) for one in given])
         text = torch.cat([network.encode_text(open_clip.tokenize([one]), normalize=True) for one in CAPTIONS])
-    found = pair.encode_images(given), pair.encode_texts(CAPTIONS)
-    torch.testing.assert_close(found, (image, text), rtol=0, atol=1e-6)
     score = CLIPScore()
-    score.update(*found)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    again = load_clip("random")
+    assert again.fingerprint == pair.fingerprint and torch.equal(torch.get_rng_state(), state)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = again.encode_images(given), again.encode_texts(CAPTIONS)
+        score.update(*found)
+    torch.testing.assert_close(found, (image, text), rtol=0, atol=1e-6)
+    assert {score.n.dtype, score.sum.dtype, score.compute().dtype} == {torch.float64}
     assert float(score.compute()) == pytest.approx(float((image * text).sum(dim=1).double().mean()), abs=1e-6)
     assert pair.name == "random-CLIP" and pair.num_features == 32 and not found[0].requires_grad
-
-
-def test_features_are_full_float32_whatever_is_outside(pair):
-    given = images(2, 64, 64)
-    expected = pair.encode_images(given), load_clip("random").encode_texts(CAPTIONS)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = pair.encode_images(given), load_clip("random").encode_texts(CAPTIONS)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == torch.float32 and torch.equal(one, other)
 
 
 def test_texts_are_encoded_once(monkeypatch):
@@ -90,12 +88,6 @@ def test_texts_are_encoded_once(monkeypatch):
     assert seen == [3, 2]
     pair.encode_texts(["another"])
     assert seen == [3, 2, 1]
-
-
-def test_the_random_pair_is_the_same_for_every_seed(pair):
-    torch.manual_seed(5)
-    state = torch.get_rng_state()
-    assert load_clip("random").fingerprint == pair.fingerprint and torch.equal(torch.get_rng_state(), state)
 
 
 # --- files ---
@@ -135,30 +127,19 @@ def test_files_of_open_clip_are_read(tmp_path, name, options):
     assert pair.name == "CLIP of a model config"
 
 
-def test_half_precision_files_are_computed_in_float32(tmp_path):
-    network = open_clip.CLIP(**TINY)
-    torch.save(network.half().state_dict(), tmp_path / "a.pt")
-    write_config(tmp_path)
-    assert load_clip(tmp_path / "a.pt").encode_texts(CAPTIONS).dtype == torch.float32
-
-
-def test_the_config_beside_a_file_says_architecture_and_normalisation(tmp_path):
+def test_the_config_next_to_a_file_has_its_architecture_and_normalization(tmp_path):
     path, half = tmp_path / "open_clip_pytorch_model.bin", [0.5, 0.5, 0.5]
     write(path, WIDE)
     write_config(tmp_path, WIDE, preprocess_cfg={"mean": half, "std": half})
     given = images(1, 80, 80)
-    transform = image_transform_v2(PreprocessCfg(size=64, mean=half, std=half), is_train=False)
-    torch.testing.assert_close(
-        load_clip(path).preprocess(given)[0], transform(to_pil_image(given[0])), rtol=0.0, atol=1e-6
-    )
-    for content in ("{", "[]", "{}", '{"model_cfg": 3}'):
+    expected = image_transform_v2(PreprocessCfg(size=64, mean=half, std=half), is_train=False)(to_pil_image(given[0]))
+    torch.testing.assert_close(load_clip(path).preprocess(given)[0], expected, rtol=0.0, atol=1e-6)
+    for content in ("{", "[]", '{"model_cfg": 3}'):
         (tmp_path / "open_clip_config.json").write_text(content)
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(
+            ValueError, match=r"open_clip_config.json: cannot be read: it has to be JSON with model_cfg"
+        ):
             load_clip(path)
-        assert str(caught.value) == (
-            f"{tmp_path / 'open_clip_config.json'}: cannot be read: it has to be JSON with model_cfg and preprocess_cfg. "
-            "Fetch it again, or remove it."
-        )
 
 
 @pytest.mark.parametrize(("name", "image", "text"), [("ViT-H-14", 1280, 1024), ("ViT-L-14", 1024, 768)])
@@ -174,52 +155,24 @@ def test_architectures_are_told_by_shapes(tmp_path, monkeypatch, name, image, te
     assert built == [(config, {})]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120, func_only=True)
-def test_vit_l_14_is_built_and_filled_from_its_file(tmp_path):
-    path = tmp_path / "open_clip_model.safetensors"
-    with torch.device("meta"):
-        shapes = {
-            name: tensor.shape
-            for name, tensor in open_clip.CLIP(**open_clip.get_model_config("ViT-L-14")).state_dict().items()
-        }
-    save_file({name: torch.full(shape, 1e-3 * number) for number, (name, shape) in enumerate(shapes.items())}, path)
-    pair = load_clip(path)
-    assert (pair.name, pair.num_features) == ("ViT-L-14", 768)
-    state = pair.network.state_dict()
-    for number, name in enumerate(shapes):
-        assert (state[name] == torch.tensor(1e-3 * number)).all(), name
-
-
-def test_files_of_something_else_are_refused(tmp_path):
+def test_files_of_other_networks_are_refused(tmp_path):
     path = tmp_path / "a.bin"
     with pytest.raises(ValueError, match="there is no such file"):
         load_clip(path)
-    known = "Known by its shapes: ViT-H-14 (1280, 1024), ViT-L-14 (1024, 768). For another one put its"
-    for state, found in (
-        ({"conv_in.weight": torch.zeros(1)}, "its image tower is 0 and its text tower 0 wide (0: there is none)"),
-        (open_clip.CLIP(**TINY).state_dict(), "its image tower is 64 and its text tower 32 wide (0: there is none)"),
-    ):
-        torch.save(state, path)
-        with pytest.raises(ValueError) as caught:
-            load_clip(path)
-        assert str(caught.value) == f"{path}: {found}. {known} open_clip_config.json beside the file."
-    write_config(tmp_path, WIDE)
-    with pytest.raises(ValueError) as caught:
+    torch.save(open_clip.CLIP(**TINY).state_dict(), path)
+    widths = "its image tower is 64 and its text tower 32 wide .0: there is none.. Known by its shapes: ViT-H-14"
+    with pytest.raises(ValueError, match=f"a.bin: {widths}"):
         load_clip(path)
-    assert str(caught.value).startswith(f"{path}: does not fit OpenCLIP's CLIP of a model config: 4 of another form (")
-
-
-def test_architectures_that_are_not_built_are_refused():
+    write_config(tmp_path, WIDE)
+    with pytest.raises(ValueError, match="does not fit OpenCLIP's CLIP of a model config: 4 of another form "):
+        load_clip(path)
     for config, reason in (
         ({"embed_dim": 3}, "embed_dim cannot be built (KeyError: 'vision_cfg')"),
         (open_clip.get_model_config("roberta-ViT-B-32"), "cannot be built (ValueError: towers of other libraries)"),
         ({**TINY, "text_cfg": {"words": 3}}, "embed_dim, vision_cfg, text_cfg cannot be built (TypeError: "),
     ):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=f"^CLIP architecture: a config of .*{re.escape(reason)}"):
             load_clip("random", config)
-        assert str(caught.value).startswith("CLIP architecture: a config of ") and reason in str(caught.value)
-        assert str(caught.value).endswith("of open_clip's plain pairs, e.g. of ViT-L-14-quickgelu.")
 
 
 # --- the score ---
@@ -237,35 +190,10 @@ def test_the_score_is_the_plain_mean_of_cosines():
     assert times_100(0.25) == 25.0 and times_100(score.compute()) == 0.0
 
 
-def test_two_ranks_give_what_one_gives():
-    image, text = unit(30, 8), unit(31, 8)[:30]
-    whole, ranks = CLIPScore(), [CLIPScore(), CLIPScore()]
-    whole.update(image, text)
-    ranks[0].update(image[:10], text[:10])
-    ranks[1].update(image[10:], text[10:])
-    ranks[0].merge_state(ranks[1])
-    assert float(ranks[0].compute()) == pytest.approx(float(whole.compute()), rel=1e-12)
-    assert int(ranks[0].n) == 30
-
-
-def test_sums_stay_float64():
-    score = torch.nn.ModuleList([CLIPScore()]).to(torch.float16)[0]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        score.update(unit(30, 8), unit(31, 8)[:30])
-    assert {score.n.dtype, score.sum.dtype, score.compute().dtype} == {torch.float64}
-
-
-@pytest.mark.filterwarnings("ignore:.*was called before.*:UserWarning")
-def test_what_has_no_score_is_refused():
+def test_features_without_a_score_are_refused():
     image, text = unit(3, 8), unit(4, 8)[:3]
     image[1] = float("nan")
-    score = CLIPScore()
-    with pytest.raises(ValueError) as caught:
-        score.update(image, text, ids=[7, 417, 9])
-    assert str(caught.value) == (
-        "CLIP score: NaN or infinite for 1 of 3 images (prompts 417). A score is of finite values only. Look at these "
-        "images: a model that has diverged makes them."
-    )
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^CLIP score: NaN or infinite for 1 of 3 images \(prompts 417\)\."):
+        CLIPScore().update(image, text, ids=[7, 417, 9])
+    with pytest.raises(ValueError, match=r"^CLIP score: 0 images were given\. A mean needs 1 at least\."):
         CLIPScore().compute()
-    assert str(caught.value) == "CLIP score: 0 images were given. A mean needs 1 at least. Generate some."

@@ -1,4 +1,4 @@
-"""training/compile_cache.py: libraries of a real compiler that a killed process has left cut off in inductor's cache."""
+"""training/speed.py: libraries of a real compiler that a killed process has left cut off in inductor's cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, tree
+from conftest import ROOT
 from filelock import FileLock
 
-from training.compile_cache import remove_unfinished_libraries
+from training.speed import remove_unfinished_libraries
 
 
 @pytest.fixture
@@ -20,26 +20,24 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_a_library_that_was_cut_off_is_removed_and_a_whole_one_stays(cache, capsys):
-    source, whole = cache / "aa" / "key.main.cpp", cache / "aa" / "key.main.so"
-    source.parent.mkdir()
+def test_a_library_that_was_cut_off_is_removed_and_a_whole_one_stays(cache, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "none"))
+        remove_unfinished_libraries()
+    source, whole = cache / "key.main.cpp", cache / "key.main.so"
     source.write_text('extern "C" int one() { return 1; }\n')
     subprocess.run(["g++", "-shared", "-fPIC", "-o", whole, source], check=True)
     content = whole.read_bytes()
-    (cache / "aa" / "key.py").touch()  # no library
-    remove_unfinished_libraries()
-    assert ctypes.CDLL(str(whole)).one() == 1 and capsys.readouterr().err == ""
-    for number, size in enumerate((0, 10, 64, len(content) // 2, len(content) - 1)):
-        cut = cache / "bb" / f"cut{number}.main.so"
-        cut.parent.mkdir(exist_ok=True)
-        cut.write_bytes(content[:size])
+    (cache / "key.py").touch()  # no library
+    zeros = b"\0" * len(content)  # as a linker begins that maps its output
+    for cut in (b"", content[:10], content[:64], content[: len(content) // 2], content[:-1], zeros):
+        path = cache / "bb" / "cut.main.so"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(cut)
         remove_unfinished_libraries()
-        said = f"compile: {cut} was cut off when an earlier process was killed. It is removed, and compiled again.\n"
-        assert not cut.exists() and capsys.readouterr().err == said
-    zeros = cache / "bb" / "zeros.so"  # as a linker begins that maps its output
-    zeros.write_bytes(b"\0" * len(content))
-    remove_unfinished_libraries()
-    assert not zeros.exists() and whole.read_bytes() == content and source.exists()
+        output = f"compile: {path} was cut off when an earlier process was killed. It is removed, and compiled again.\n"
+        assert not path.exists() and capsys.readouterr().err == output
+    assert ctypes.CDLL(str(whole)).one() == 1 and whole.read_bytes() == content and source.exists()
 
 
 def test_a_library_that_another_process_builds_now_is_left_to_it(cache, capsys):
@@ -51,12 +49,6 @@ def test_a_library_that_another_process_builds_now_is_left_to_it(cache, capsys):
     assert half.exists() and capsys.readouterr().err == ""
     remove_unfinished_libraries()
     assert not half.exists()
-
-
-def test_without_a_cache_there_is_nothing_to_do(cache, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "none"))
-    remove_unfinished_libraries()
-    assert tree(cache) == {}
 
 
 COMPILE = """

@@ -12,7 +12,7 @@ import yaml
 from conftest import ROOT
 from test_layout import sources
 
-from evaluation.inception import PUBLISHED_FILE
+from evaluation.fid import PUBLISHED_FILE
 from weights.hub_names import MIRRORS, SD2, SD15
 
 LISTED = re.findall(r"^# ([A-Z][A-Z0-9_]+)=.*$", (ROOT / ".env.example").read_text(), re.M)
@@ -20,7 +20,7 @@ NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|TMPDIR")
 OF_LIBRARIES = re.compile(
     r"\b(?:AWS|HF|WANDB|COMPOSER|S3|OMP|CUDA|NCCL|GLOO|TORCH\w*|TRITON|FUZZ|SKIP|LOCAL|WORLD)_[A-Z0-9_]+\b"
 )
-TESTS = ("test_fuzz_config.py", "test_run_folder.py", "gpu_marks.py")
+TESTS = ("test_fuzz_config.py", "test_damaged_run_folder.py", "gpu_marks.py")
 """Those that a variable tells how much they do; others read what they have set themselves."""
 
 

@@ -20,18 +20,16 @@ import torch
 from conftest import tree
 from filelock import FileLock
 
-from cli import memory
-from cli.command_line import parse_command_line
+from common import host_memory
+from common.command_line import parse_command_line
 from config import load
+from mds.dataset import write_metadata
+from mds.stores import explain_store_error
 from preflight import checks
 from preflight.checks import ERROR, OK, WARNING
 from prepare.doctor import main
-from stages import dataset, shared_memory
-from stages.dataset import write_facts
-from stages.index_file import parsed_index
-from stages.store_errors import explain_store_error
-from training import cost
-from training.run_config import ALIASES, RunConfig
+from training import memory
+from training.config import ALIASES, RunConfig
 
 GIB = 2**30
 
@@ -54,27 +52,16 @@ def a_machine_of_our_own(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(shared_memory, "SEGMENTS", tmp_path / "shm")
+    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path / "shm")
 
 
 @pytest.fixture
 def healthy(stage, tmp_path):
     """The words of a run that nothing is wrong with; a later word replaces an earlier one."""
-    return [
-        "model.preset=tiny",
-        "model.weights=random",
-        "image_size=64",
-        "global_batch_size=8",
-        "max_duration=4ba",
-        f"data.remote={shutil.copytree(stage, tmp_path / 'stage')}",
-        f"data.local={tmp_path / 'local'}",
-        "data.workers=2",
-        f"run_folder={tmp_path / 'runs'}",
-        "run_name=one",
-        "measure.warmup_batches=1",
-        "save.every_images=16",
-        "save.snapshot_every_images=32",
-    ]
+    words = ["model.preset=tiny", "model.weights=random", "image_size=64", "global_batch_size=8", "max_duration=4ba"]
+    words += [f"data.remote={shutil.copytree(stage, tmp_path / 'stage')}", f"data.local={tmp_path / 'local'}"]
+    words += ["data.workers=2", f"run_folder={tmp_path / 'runs'}", "run_name=one", "measure.warmup_batches=1"]
+    return [*words, "save.every_images=16", "save.snapshot_every_images=32"]
 
 
 @pytest.fixture
@@ -110,26 +97,20 @@ def only_error(examine):
     return run
 
 
-def test_a_healthy_run_has_no_error_and_nothing_is_left_behind(examine, tmp_path):
-    def there() -> list[Path]:
-        return [
-            path for path in sorted(tmp_path.rglob("*")) if "wandb" not in path.name
-        ]  # its own, until the process ends
+def test_a_healthy_run_has_no_error_and_no_file_is_left(examine, tmp_path):
+    def paths() -> list[Path]:  # W&B's own stay until the process ends
+        return [path for path in sorted(tmp_path.rglob("*")) if "wandb" not in path.name]
 
-    before, paths = tree(tmp_path), there()
+    before = tree(tmp_path), paths()
     code, found = examine()
     assert code == 0 and {level for findings in found.values() for level, _ in findings} == {OK}, found
-    assert tree(tmp_path) == before and there() == paths
+    assert (tree(tmp_path), paths()) == before
     text = {check: findings[0][1] for check, findings in found.items()}
     assert "images, 48 samples in " in text["store"]
-    assert text["schedule"] == "4 batches, 32 images, 0.667 times the stage's 48 samples; warm-up 0 batches"
+    assert text["schedule"] == "4 batches, 32 images, 0.667 times the dataset's 48 samples; warm-up 0 batches"
     assert text["run"] == f"{tmp_path}/runs/one is new"
-
-
-def test_a_synthetic_run_is_looked_at_without_a_stage(examine):
     code, found = examine("data.synthetic=true")
-    assert code == 0
-    assert found["store"] == [(OK, "none: data.synthetic=true")]
+    assert code == 0 and found["store"] == [(OK, "none: data.synthetic=true")]
 
 
 def test_a_command_line_that_cannot_be_read_is_another_exit_code(healthy, capsys):
@@ -140,11 +121,6 @@ def test_a_command_line_that_cannot_be_read_is_another_exit_code(healthy, capsys
     assert main(["--help"]) == 0
 
 
-def test_a_rank_that_is_not_the_first_of_its_machine_is_silent(healthy, capsys, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert main(healthy) == 0 and capsys.readouterr().out == ""
-
-
 # --- the machine ---
 
 
@@ -153,39 +129,32 @@ def with_version(monkeypatch, package: str, version: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == package else real(name))
 
 
-def test_a_package_outside_of_its_bounds_is_found_with_the_reason_of_the_bound(only_error, monkeypatch):
+def test_a_package_outside_of_its_bounds_is_found_with_the_reason_of_the_bound(only_error, examine, monkeypatch):
     with_version(monkeypatch, "filelock", "3.20.0")
-    assert only_error("versions") == (
-        "filelock 3.20.0 is not filelock<5,>=4: 3.x hangs where 4.x raises when a lock is inherited over fork. Install what "
-        "was tested: pip install --no-deps -r requirements.lock"
+    text = (
+        "filelock 3.20.0 is not filelock<5,>=4: 3.x hangs where 4.x raises when a lock is inherited over fork. Install"
     )
-
-
-def test_wandb_counts_where_it_is_asked_for(examine, only_error, monkeypatch):
-    with_version(monkeypatch, "wandb", "0.18.7")
-    assert examine()[0] == 0
+    assert only_error("versions").startswith(text)
+    monkeypatch.undo()
+    with_version(monkeypatch, "wandb", "0.18.7")  # counts if it is used
+    assert [level for level, _ in examine()[1]["versions"]] == [OK]
     text = only_error("versions", "loggers.wandb.project=p", "loggers.wandb.mode=offline")
-    assert text.startswith("wandb 0.18.7 is not wandb>=0.31: training/loggers.py gives mosaicml's logger the call")
+    assert text.startswith("wandb 0.18.7 is not wandb>=0.31: ")
 
 
 def test_the_set_whose_torch_is_installed_is_compared_and_a_newer_torch_is_a_warning(monkeypatch):
     newest = {name: str(bound.specifier)[2:] for name, (bound, _) in checks._bounds("requirements/newest.txt").items()}
     here, real = {}, importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: here.get(name) or real(name))
-
-    def levels() -> list[tuple[str, str]]:
-        return [(found.level, found.text[:22]) for found in checks.findings_of(machine_check("versions"), None)]
-
-    def machine_check(name: str) -> checks.Check:
-        return checks.Check(name, lambda _: checks.check_versions(wandb=False))
-
-    assert levels() == [(OK, levels()[0][1])]
-    here |= {"torch": "2.11.0"}
-    assert levels() == [(WARNING, "torch 2.11.0 is not to")]
-    here |= newest
-    assert [level for level, _ in levels()] == [OK]
-    here |= {"torch": "2.15.1", "torchvision": "0.25.0"}
-    assert levels() == [(WARNING, "torch 2.15.1 is not to"), (ERROR, "torchvision 0.25.0 is ")]
+    check = checks.Check("versions", lambda _: checks.check_versions(wandb=False))
+    for changed, expected in (
+        ({}, [OK]),
+        ({"torch": "2.11.0"}, [WARNING]),
+        (newest, [OK]),
+        ({"torch": "2.15.1", "torchvision": "0.25.0"}, [WARNING, ERROR]),
+    ):
+        here |= changed
+        assert [found.level for found in checks.findings_of(check, None)] == expected, changed
 
 
 def test_a_package_that_is_not_there_and_another_python_are_found(only_error, monkeypatch):
@@ -221,24 +190,22 @@ def test_gpus_that_idle_or_are_busy_are_a_warning_and_one_that_does_not_compute_
         found = next(checks.check_devices(ranks))
         return found.level, found.text
 
+    def broken(*shape, device):
+        raise RuntimeError("CUDA error: no kernel image is available\nsecond line")
+
     gpus(monkeypatch, 2)
     assert first(2)[0] == OK
     level, text = first(1)
     assert level == WARNING and "composer -n 2 takes all" in text
     gpus(monkeypatch, 1, used=30)
     assert first(1) == (WARNING, "GPU 0 has 30 of 80 GiB in use. Another run? nvidia-smi")
-
-    def broken(*shape, device):
-        raise RuntimeError("CUDA error: no kernel image is available\nsecond line")
-
     monkeypatch.setattr(checks.torch, "ones", broken)
-    text = (
-        f"GPU 0 cannot be used: CUDA error: no kernel image is available. torch {torch.__version__} has code for sm_90"
-    )
-    assert first(1) == (ERROR, f"{text}. Check nvidia-smi.")
+    level, text = first(1)
+    assert level == ERROR and "GPU 0 cannot be used: CUDA error: no kernel image is available. " in text
+    assert text.endswith(f"torch {torch.__version__} has code for sm_90. Check nvidia-smi.")
 
 
-def test_a_small_shared_memory_is_found_with_what_the_batches_need(only_error, monkeypatch, tmp_path):
+def test_a_small_shared_memory_is_found_with_what_the_batches_need(only_error, examine, monkeypatch, tmp_path):
     real = os.statvfs
     small = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=100, f_files=0, f_favail=0)
     monkeypatch.setattr(os, "statvfs", lambda path: small if str(path) == f"{tmp_path}/shm" else real(path))
@@ -246,101 +213,55 @@ def test_a_small_shared_memory_is_found_with_what_the_batches_need(only_error, m
     assert text.startswith(
         "8 batches of 9.61e-05 GiB: 0.000769 GiB there; 0.0625 GiB, 0.000381 free. A worker would die"
     )
-    assert "docker run --shm-size=16g" in text
     mlperf = ["model.variant=mlperf", "optimizer.lr=1e-4", "schedule.warmup_batches=0"]
-    text = only_error("/dev/shm", *mlperf)  # whose images travel in float32
-    assert text.startswith("8 batches of 0.000371 GiB: 0.00297 GiB there;")
+    assert only_error("/dev/shm", *mlperf).startswith("8 batches of 0.000371 GiB: ")  # its images travel in float32
     small.f_bavail = 230
     assert next(checks.compare_shared_memory(9.61e-5, 6)).level == WARNING
-
-
-def test_an_order_too_large_for_shared_memory_or_the_machines_is_found(only_error, examine, monkeypatch, tmp_path):
-    def of(samples: int) -> list[str]:
-        return [
-            "data.remote=null",
-            "data.local=null",
-            f"data.streams=[{{remote: {tmp_path}/stage, choose: {samples}}}]",
-        ]
-
-    real = os.statvfs  # Docker's 64 MB
-    docker = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=16384, f_files=0, f_favail=0)
-    monkeypatch.setattr(os, "statvfs", lambda path: docker if str(path) == f"{tmp_path}/shm" else real(path))
-    assert only_error("/dev/shm", "data.workers=0", *of(20_000_000)) == (
-        "the order of 20,000,000 samples (0.149 GiB): 0.149 GiB there; 0.0625 GiB, 0.0625 free. The run would end at its "
-        "first batch. Enlarge it (docker run --shm-size=16g or --ipc=host, mount -o remount,size=16g /dev/shm), or read "
-        "fewer samples in an epoch: data.streams=[{remote: ..., choose: N}]."
-    )
-    docker.f_bavail = docker.f_blocks = 2**22
-    assert examine(*of(500_000_000))[1]["/dev/shm"][0][1].startswith(
-        "8 batches of 9.61e-05 GiB and the order of 500,000,000 samples (3.73 GiB): 3.73 GiB there; 16 GiB, 16 free"
-    )
-    monkeypatch.setattr(checks, "host_bytes", lambda: (4 * GIB, 3 * GIB))
-    assert only_error("host memory", *of(500_000_000)) == (
-        "about 37.9 GiB beside the step (2 workers 0.6, an epoch's order 37.3); this machine has 4.0, 3.0 of it free now. "
-        "Lower data.workers, or read fewer samples in an epoch: data.streams=[{remote: ..., choose: N}]."
-    )
-
-
-def test_room_that_a_killed_run_holds_counts_as_free_for_the_next_one_removes_it(
-    only_error, examine, monkeypatch, tmp_path
-):
-    """A run that was killed while its order lay there could not be started again: the refusal came before the removal."""
-    real = os.statvfs
-    docker = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=0, f_files=0, f_favail=0)
-    monkeypatch.setattr(os, "statvfs", lambda path: docker if str(path) == f"{tmp_path}/shm" else real(path))
-    assert "0.0625 GiB, 0 free" in only_error("/dev/shm")
-    leave(tmp_path, "000003")
-    with open(tmp_path / "shm" / "000003_epoch_data", "wb") as file:
-        file.truncate(60 * 2**20)
-    code, found = examine()
-    assert code == 0 and [level for level, _ in found["/dev/shm"]] == [OK]
-    assert (tmp_path / "shm" / "000003_epoch_data").exists()  # the doctor removes nothing
-    with FileLock(tmp_path / "shm" / "000003_easel"):
-        assert "0.0625 GiB, 0 free" in only_error("/dev/shm")  # the run lives
-
-
-def test_without_shared_memory_no_worker_can_hand_over_anything(only_error, monkeypatch, tmp_path):
-    monkeypatch.setattr(shared_memory, "SEGMENTS", tmp_path / "none")
+    monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path / "none")
+    assert examine("data.workers=0")[1]["/dev/shm"] == [(OK, "not used: data.workers=0")]
     assert only_error("/dev/shm").startswith(f"{tmp_path}/none is missing or cannot be written: ")
 
 
-def leave(tmp_path: Path, number: str) -> None:
-    """What a run leaves that is killed."""
-    for name in ("easel", "locals"):
-        (tmp_path / "shm" / f"{number}_{name}").touch()
-    (tmp_path / "tmp" / f"{number}_barrier_filelock").touch()
+def test_an_order_too_large_for_the_machines_memory_is_found(only_error, examine, monkeypatch, tmp_path):
+    """It takes 4 bytes a sample, three times: this rank's, what its workers share, and their parts of that."""
+
+    def of(samples: int) -> list[str]:
+        stream = f"data.streams=[{{remote: {tmp_path}/stage, choose: {samples}}}]"
+        return ["data.remote=null", "data.local=null", stream]
+
+    monkeypatch.setattr(checks, "read_host_bytes", lambda: (4 * GIB, 3 * GIB))
+    [(level, text)] = examine(*of(100_000_000))[1]["host memory"]
+    assert level == OK and text.startswith("about 1.8 GiB besides the step (2 workers 0.6, an epoch's order 1.2); this")
+    assert only_error("host memory", *of(500_000_000)).startswith("about 6.3 GiB besides the step (2 workers 0.6, an ")
 
 
-def test_too_little_memory_of_the_host_is_found(only_error, examine, monkeypatch):
-    monkeypatch.setattr(checks, "host_bytes", lambda: (GIB / 2, GIB / 4))
-    assert only_error("host memory") == (
-        "about 0.6 GiB beside the step (2 workers 0.6); this machine has 0.5, 0.2 of it free now. Lower data.workers, or "
-        "fewer ranks here."
-    )
-    monkeypatch.setattr(checks, "host_bytes", lambda: (8 * GIB, GIB / 4))
+def test_too_little_memory_of_device_or_host_is_found(only_error, examine, monkeypatch):
+    monkeypatch.setattr(checks, "read_host_bytes", lambda: (GIB / 2, GIB / 4))
+    text = "about 0.6 GiB besides the step (2 workers 0.6); this machine has 0.5, 0.2 of it free now. Lower data.workers, or"
+    assert only_error("host memory").startswith(text)
+    monkeypatch.setattr(checks, "read_host_bytes", lambda: (8 * GIB, GIB / 4))
     assert examine()[1]["host memory"][0][0] == WARNING
+    monkeypatch.setattr(memory, "available_gib", lambda: (0.01, "this machine (free now)"))
+    text = only_error("memory")
+    assert text.startswith("8 images a pass need about 0.0 GiB") and "Ways out: gradient_checkpointing=1, " in text
 
 
 def test_the_limit_of_a_container_counts_as_the_machines_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    whole = memory.host_bytes()[0]
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    whole = host_memory.read_host_bytes()[0]
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.host_bytes()[0] == whole
+    assert host_memory.read_host_bytes()[0] == whole
     (tmp_path / "memory.max").write_text(f"{2**28}\n")
     (tmp_path / "memory.current").write_text(f"{2**27}\n")
-    assert memory.host_bytes() == (2**28, 2**27)
+    assert host_memory.read_host_bytes() == (2**28, 2**27)
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**25}\nactive_file {2**25}\nshmem 7\n")
-    assert memory.host_bytes() == (2**28, 3 * 2**26)  # the kernel gives copies of files away
+    assert host_memory.read_host_bytes() == (2**28, 3 * 2**26)  # the kernel gives copies of files away
 
 
-def test_variables_that_change_numbers_or_speed_are_warned_of(examine, monkeypatch):
+def test_variables_that_change_numbers_or_speed_are_a_warning(examine, monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    code, found = examine()
-    assert code == 0 and found["variables"][0] == (
-        WARNING,
-        "NVIDIA_TF32_OVERRIDE=1 decides about TF32, whatever `precision` says. Take it out of the environment, unless that "
-        "is meant.",
-    )
+    level, text = examine()[1]["variables"][0]
+    assert level == WARNING and text.startswith("NVIDIA_TF32_OVERRIDE=1 decides about TF32, whatever `precision` says.")
 
 
 # --- the configuration ---
@@ -349,44 +270,26 @@ def test_variables_that_change_numbers_or_speed_are_warned_of(examine, monkeypat
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (
-            ["device_train_microbatch_size=3"],
-            "global_batch_size: 8 is not a multiple of 1 ranks x 3 microbatch = 3. Nearest: 6, 9.",
-        ),
+        (["device_train_microbatch_size=3"], "global_batch_size: 8 is not a multiple of 1 ranks x 3 microbatch = 3."),
         (["model.weights=TMP/none"], "model.weights: TMP/none: there is no such file or folder."),
-        (["model.denoiser=TMP/none"], "model.denoiser: "),
-        (
-            ["model.weights=null"],
-            "model.weights: not given. Real data need encoders, and the preset tiny has none on the hub.",
-        ),
+        (["model.weights=null"], "model.weights: not given. Real data need encoders, and the preset tiny has none"),
         (
             ["global_batch_size=64", "device_train_microbatch_size=8"],
             "global_batch_size: 64 is more than the 48 samples",
         ),
-        (["data.remote=null", "data.local=null"], "data.remote: not given."),
         (["data.cache_limit=1kb"], "data.cache_limit: 1kb holds fewer than 4 of the largest shard"),
         (["run_folder=/proc/runs"], "run_folder: /proc/runs cannot be written: /proc: "),
-        (["data.local=/proc/shards"], "data.local: /proc/shards cannot be written: /proc: "),
+        (["run_name=notes"], "run_name: TMP/runs/notes exists and is not a run (it has no config.yaml)"),
     ],
 )
-def test_what_a_key_says_is_an_error_of_the_keys(only_error, tmp_path, words, text):
-    said = only_error("config", *(word.replace("TMP", str(tmp_path)) for word in words))
-    assert said.startswith(text.replace("TMP", str(tmp_path)))
+def test_an_impossible_key_is_an_error_of_the_keys(only_error, tmp_path, words, text):
+    (tmp_path / "runs/notes").mkdir(parents=True)
+    (tmp_path / "runs/notes/notes.txt").touch()
+    found = only_error("config", *(word.replace("TMP", str(tmp_path)) for word in words))
+    assert found.startswith(text.replace("TMP", str(tmp_path)))
 
 
-def test_ranks_are_those_that_the_variables_say(only_error, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert "8 is not a multiple of 3 ranks x 1 microbatch" in only_error("config")
-
-
-def test_too_little_memory_is_found(only_error, monkeypatch):
-    monkeypatch.setattr(cost, "available_gib", lambda: (0.01, "this machine (free now)"))
-    text = only_error("memory")
-    assert text.startswith("8 images a pass need about 0.0 GiB") and "Ways out: gradient_checkpointing=1, " in text
-
-
-def test_what_follows_from_an_error_is_not_checked_and_what_does_not_is(examine):
+def test_only_checks_that_depend_on_an_error_are_skipped(examine):
     code, found = examine("image_size=63")
     errors = [check for check, findings in found.items() if findings[0][0] == ERROR]
     assert code == 1 and errors == ["config"] and found["config"][0][1].startswith("image_size: ")
@@ -407,62 +310,37 @@ def first_shard(folder: Path) -> Path:
     return folder / json.loads((folder / "index.json").read_bytes())["shards"][0]["raw_data"]["basename"]
 
 
-def test_an_index_is_read_once(examine, tmp_path, monkeypatch):
-    """It was read five times: at 400,000 shards it has 100 MB and more."""
-    read = []
-    monkeypatch.setattr(dataset, "parsed_index", lambda *given: read.append(given[0]) or parsed_index(*given))
-    code, _ = examine("max_duration=1ep")
-    assert code == 0 and read == [str(tmp_path / "stage")]
-
-
-def test_a_stage_without_a_shard_or_without_a_folder_is_found(examine, tmp_path):
+def test_a_dataset_without_a_shard_or_without_a_folder_is_found(examine, tmp_path):
     (path := first_shard(tmp_path / "stage")).unlink()
-    for words, text in (
-        ([], f"{path} is missing or no file, index.json"),
-        ([f"data.remote={tmp_path}/no"], "no folder "),
-    ):
+    missing = f"{path} is missing or no file, index.json"
+    for words, text in (([], missing), ([f"data.remote={tmp_path}/no"], "no folder ")):
         code, found = examine(*words)
-        assert (
-            code == 1 and found["store"][0][1].startswith(f"data.remote: {text}") and found["schedule"][0][0] != ERROR
-        )
+        assert code == 1 and found["store"][0][1].startswith(f"data.remote: {text}")
+        assert found["schedule"][0][0] != ERROR
 
 
-def cache_of_another_stage(tmp_path: Path) -> list[str]:
-    (tmp_path / "local").mkdir()
-    raw = {"basename": "shard.00000.mds", "bytes": 5, "hashes": {"xxh64": "0" * 16}}
-    (tmp_path / "local" / "index.json").write_text(json.dumps({"shards": [{"raw_data": raw}]}))
-    return []
-
-
-def stage_of_another_size(tmp_path: Path) -> list[str]:
-    write_facts(tmp_path / "stage", "images", {"family": "sd2", "image_size": [32, 32]})
-    return []
-
-
-def stage_of_another_variant(tmp_path: Path) -> list[str]:
-    write_facts(tmp_path / "stage", "images", {"variant": "mlperf", "resize": "bicubic, float32"})
-    return []
-
-
-@pytest.mark.parametrize(
-    ("plant", "text"),
-    [
-        (
-            cache_of_another_stage,
-            "data.local: TMP/local holds shards of another stage than TMP/stage. Give another folder",
-        ),
-        (stage_of_another_size, "image_size: [64, 64], but the images at TMP/stage were made for [32, 32]."),
-        (stage_of_another_variant, "model.variant: its images are resized by 'bicubic, uint8', but the moments at "),
-    ],
-)
-def test_a_stage_of_another_run_is_found(only_error, tmp_path, plant, text):
-    assert only_error("config", *plant(tmp_path)).startswith(text.replace("TMP", str(tmp_path)))
-
-
-def test_a_stage_that_has_not_all_of_the_benchmarks_samples_is_found_for_its_closed_division(examine, tmp_path):
+def test_a_dataset_of_another_run_is_found(only_error, examine, tmp_path):
     code, found = examine("mlperf.enabled=true", "mlperf.division=closed")
     text = f"mlperf.division: closed, but train_samples: 48 at {tmp_path / 'stage'}; the benchmark: 6,513,144. Give the"
     assert code == 1 and any(told.startswith(text) for level, told in found["config"] if level == ERROR)
+    for facts, text in (
+        (
+            {"family": "sd2", "image_size": [32, 32]},
+            "image_size: [64, 64], but the images at TMP/stage were made for [32",
+        ),
+        (
+            {"variant": "mlperf", "resize": "bicubic, float32"},
+            "model.variant: its images are resized by 'bicubic, uint8'",
+        ),
+    ):
+        write_metadata(tmp_path / "stage", "images", facts)
+        assert only_error("config").startswith(text.replace("TMP", str(tmp_path)))
+    write_metadata(tmp_path / "stage", "images", {})
+    (tmp_path / "local").mkdir()
+    raw = {"basename": "shard.00000.mds", "bytes": 5, "hashes": {"xxh64": "0" * 16}}
+    (tmp_path / "local/index.json").write_text(json.dumps({"shards": [{"raw_data": raw}]}))
+    text = f"data.local: {tmp_path}/local holds shards of another stage than {tmp_path}/stage. Give another folder"
+    assert only_error("config").startswith(text)
 
 
 # --- stores ---
@@ -474,46 +352,28 @@ def bucket(store, stage, in_store):
     return in_store(stage, "doctor"), store[1]["S3_ENDPOINT_URL"]
 
 
-def test_a_stage_in_a_store_is_read(examine, bucket):
-    code, found = examine(f"data.remote={bucket[0]}")
-    assert code == 0 and found["store"][0][1].startswith("s3://easel/doctor: images, 48 samples in ")
-
-
 @pytest.fixture
-def only_store(examine):
-    """Run the doctor, and return the text of the store's error; what follows from it is not checked."""
-
-    def run(*words: str) -> str:
-        code, found = examine(*words)
-        errors = [(name, text) for name, findings in found.items() for level, text in findings if level == ERROR]
-        assert code == 1 and [name for name, _ in errors] == ["store"], errors
-        return errors[0][1]
-
-    return run
+def only_store(only_error):
+    """Run the doctor, and return the text of the store's error, the only one."""
+    return lambda *words: only_error("store", *words)
 
 
 @pytest.mark.parametrize(
     ("address", "told"),
     [
-        (
-            "s3://easel/nothing/here",
-            "s3://easel/nothing/here cannot be read: nothing lies under s3://easel/nothing/here; bucket 'easel' is there. "
-            "Check the prefix, or make the stage there.",
-        ),
-        (
-            "s3://absent-bucket/stage",
-            "s3://absent-bucket/stage cannot be read: there is no bucket 'absent-bucket' at STORE (NoSuchBucket). Check "
-            "the name, S3_ENDPOINT_URL, or make the bucket.",
-        ),
+        ("s3://easel/nothing/here", "nothing lies under s3://easel/nothing/here; bucket 'easel' is there. Check the"),
+        ("s3://absent-bucket/stage", "there is no bucket 'absent-bucket' at STORE (NoSuchBucket). Check the name, "),
         (
             "s3://easel",
-            "s3://easel cannot be read: doctor/dataset.json lies there, but not all that a stage has (index.json, "
-            "dataset.json, shards). Check the prefix, or make the stage there.",
+            "doctor/dataset.json lies there, but not all that a stage has (index.json, dataset.json, shards).",
         ),
     ],
 )
-def test_what_is_not_in_a_store_is_told_apart(only_store, bucket, address, told):
-    assert only_store(f"data.remote={address}") == f"data.remote: {told.replace('STORE', bucket[1])}"
+def test_a_missing_object_bucket_or_prefix_is_named(examine, only_store, bucket, address, told):
+    text = only_store(f"data.remote={address}")
+    assert text.startswith(f"data.remote: {address} cannot be read: {told.replace('STORE', bucket[1])}")
+    code, found = examine(f"data.remote={bucket[0]}")
+    assert code == 0 and found["store"][0][1].startswith("s3://easel/doctor: images, 48 samples in ")
 
 
 @pytest.mark.parametrize(
@@ -521,27 +381,19 @@ def test_what_is_not_in_a_store_is_told_apart(only_store, bucket, address, told)
     [
         (
             "http://127.0.0.1:CLOSED",
-            "nothing listens at http://127.0.0.1:CLOSED. Check the port in S3_ENDPOINT_URL, and that",
+            "nothing listens at http://127.0.0.1:CLOSED. Check the port in S3_ENDPOINT_URL, and",
         ),
         (
             "http://store.invalid:9000",
-            "the name store.invalid does not resolve. Check S3_ENDPOINT_URL for a typing error, and",
+            "the name store.invalid does not resolve. Check S3_ENDPOINT_URL for a typing error",
         ),
-        (
-            "https://127.0.0.1:OPEN",
-            "TLS failed with https://127.0.0.1:OPEN (SSLError: ",
-        ),
-        (
-            "127.0.0.1:OPEN",
-            "S3_ENDPOINT_URL=127.0.0.1:OPEN is no address. Write http://HOST:PORT or https://HOST:PORT.",
-        ),
+        ("https://127.0.0.1:OPEN", "TLS failed with https://127.0.0.1:OPEN (SSLError: "),
     ],
 )
-def test_a_store_that_cannot_be_spoken_to_is_told_apart(only_store, bucket, monkeypatch, endpoint, told):
+def test_an_unreachable_store_is_reported_with_the_reason(only_store, bucket, monkeypatch, endpoint, told):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        ports = {"CLOSED": str(unused.getsockname()[1]), "OPEN": bucket[1].rpartition(":")[2]}
-        for word, port in ports.items():
+        for word, port in {"CLOSED": str(unused.getsockname()[1]), "OPEN": bucket[1].rpartition(":")[2]}.items():
             endpoint, told = endpoint.replace(word, port), told.replace(word, port)
         monkeypatch.setenv("S3_ENDPOINT_URL", endpoint)
         text = only_store(f"data.remote={bucket[0]}")
@@ -568,64 +420,52 @@ def guarded(bucket, store):
     iam.delete_user(UserName="nobody")
 
 
-def test_credentials_that_are_wrong_missing_or_may_too_little_are_told_apart(
+def test_wrong_missing_and_insufficient_credentials_are_distinguished(
     only_store, bucket, guarded, monkeypatch, tmp_path
 ):
     words = [f"data.remote={bucket[0]}"]
-    told = only_store(*words)
-    assert f"{bucket[1]} does not know the access key (InvalidAccessKeyId). Check AWS_ACCESS_KEY_ID and" in told
+    assert f"{bucket[1]} does not know the access key (InvalidAccessKeyId). Check AWS_ACC" in only_store(*words)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", guarded[0])
     assert "the secret does not belong to the access key (SignatureDoesNotMatch)." in only_store(*words)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", guarded[1])
-    told = only_store(*words)
-    assert (
-        "these credentials may not do that there" in told and "s3:GetObject and s3:ListBucket on bucket 'easel'" in told
-    )
+    text = only_store(*words)
+    assert "may not do that there" in text and "s3:GetObject and s3:ListBucket on bucket 'easel'" in text
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, f"{tmp_path}/none")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    told = only_store(*words)
-    assert told.startswith(
-        "data.remote: s3://easel/doctor cannot be read: there are no credentials here. Set AWS_ACCESS"
-    )
+    assert "s3://easel/doctor cannot be read: there are no credentials here. Set AWS_ACCESS" in only_store(*words)
     monkeypatch.setenv("AWS_PROFILE", "mine")
     assert "The config profile (mine) could not be found. Set AWS_PROFILE to a profile of ~/.aws" in only_store(*words)
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for(only_store, bucket, monkeypatch):
+def test_a_store_that_does_not_answer_is_given_up_after_a_limit(only_store, bucket, monkeypatch):
     slow = next(check for check in checks.CHECKS["data"] if check.name == "store")
     monkeypatch.setitem(checks.CHECKS, "data", [dataclasses.replace(slow, limit_sec=0.5)])
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        assert only_store(f"data.remote={bucket[0]}") == (
-            "s3://easel/doctor did not answer within 0.5 s. Look whether the store, the name server or the file system hangs."
-        )
+        text = only_store(f"data.remote={bucket[0]}")
+    assert text.startswith("s3://easel/doctor did not answer within 0.5 s. Look whether the store, ")
 
 
-def test_an_error_of_no_known_kind_is_told_in_its_own_words():
-    error = RuntimeError("out of paper\nsecond line")
-    told = "gs://b/p cannot be read: RuntimeError: out of paper. Check the address and its credentials."
-    assert explain_store_error(error, "gs://b/p") == told
+def test_an_error_of_no_known_kind_is_reported_in_its_own_words():
+    text = "gs://b/p cannot be read: RuntimeError: out of paper. Check the address and its credentials."
+    assert explain_store_error(RuntimeError("out of paper\nsecond line"), "gs://b/p") == text
     wrapped = OSError("cannot be listed")
     wrapped.__cause__ = socket.gaierror(-2, "Name or service not known")
-    assert explain_store_error(wrapped, "sftp://me@host/p").startswith(
-        "sftp://me@host/p cannot be read: the name host does not resolve. Check the address"
-    )
+    assert "the name host does not resolve" in explain_store_error(wrapped, "sftp://me@host/p")
 
 
 # --- the run ---
 
 
 def test_a_warm_up_that_is_longer_than_the_run_is_found(only_error, examine):
-    assert only_error("schedule", "schedule.warmup_batches=5") == (
-        "the warm-up of 5 batches is longer than the run (4 batches, 32 images): the learning rate never reaches "
-        "its value. Lower schedule.warmup_batches, or raise max_duration."
-    )
+    text = "the warm-up of 5 batches is longer than the run (4 batches, 32 images): the learning rate never reaches its"
+    assert only_error("schedule", "schedule.warmup_batches=5").startswith(text)
     code, found = examine("schedule.warmup_batches=5", "data.synthetic=true")
     assert code == 0 and found["schedule"][0][0] == WARNING
 
@@ -634,14 +474,11 @@ def test_a_warm_up_that_is_longer_than_the_run_is_found(only_error, examine):
     ("word", "told"),
     [
         ("measure.warmup_batches=4", "measure.warmup_batches: 4 of 4 batches: no speed is measured. Lower it."),
-        (
-            "save.every_images=33",
-            "save.every_images: 33 is more than the run (4 batches, 32 images): one checkpoint, at its",
-        ),
+        ("save.every_images=33", "save.every_images: 33 is more than the run (4 batches, 32 images): one checkpoint"),
         ("save.every_images=0", "save.every_images: 0: a stopped run begins anew."),
     ],
 )
-def test_what_is_unlikely_to_be_meant_is_a_warning(examine, word, told):
+def test_an_unlikely_value_is_a_warning(examine, word, told):
     code, found = examine(word)
     ((level, text),) = found["schedule"]
     assert code == 0 and level == WARNING and text.startswith(told)
@@ -651,41 +488,35 @@ def test_a_disk_without_room_for_checkpoints_snapshots_and_shards_together_is_fo
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
     text = only_error("disk", "save.snapshot_every_images=16")
-    assert re.match(
-        r"shards of [\d.e-]+ GiB in data.local and 3 full checkpoints of 0.012 GiB and 2 snapshots of 0.00399 GiB: 0.0439 "
-        r"GiB more; \S+ has 0.000977 free. Make room. Give data.cache_limit, or another data.local; Lower save.keep, ",
-        text,
-    ), text
+    wanted = r"GiB in data.local and 3 full checkpoints of 0.012 GiB and 2 snapshots of 0.00399 GiB: 0.0439 GiB more; "
+    assert re.search(rf"{wanted}\S+ has 0.000977 free. Make room.", text), text
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=46 * 2**20))
     assert examine("save.snapshot_every_images=16")[1]["disk"][0][0] == WARNING
     assert examine("save.every_images=0", "save.snapshot_every_images=0")[1]["disk"][0][0] == OK
 
 
-def begin_run(tmp_path: Path, **values) -> Path:
+def begin_run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "one"
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").write_text("".join(f"{key}: {value}\n" for key, value in {"seed": 17, **values}.items()))
+    (folder / "config.yaml").write_text("seed: 17\n")
     return folder
 
 
-def test_a_name_that_another_process_trains_under_is_found(only_error, examine, tmp_path):
+def test_a_run_that_another_process_trains_or_that_was_begun_otherwise_is_found(only_error, examine, tmp_path):
     folder = begin_run(tmp_path)
     with FileLock(folder / ".lock"):
         text = f"run_name: another process is training in {folder}. Wait for it, or take another run_name."
         assert only_error("run") == text
     assert examine()[0] == 0
-
-
-def test_a_run_that_was_begun_otherwise_is_found(only_error, tmp_path):
-    folder = begin_run(tmp_path, seed=18)
+    (folder / "config.yaml").write_text("seed: 18\n")
     assert only_error("run").startswith(f"seed: 17, but {folder} was begun with 18. A run resumes as it began:")
 
 
 def test_a_run_whose_checkpoints_are_damaged_is_found(only_error, examine, tmp_path):
-    from record.checkpoint_files import FULL, stem, write
+    from checkpointing.files import FULL, file_stem, write_checkpoint
 
     folder = begin_run(tmp_path) / "checkpoints"
-    older, newer = (write(folder, stem(FULL, batch), {"batch": batch}) for batch in (1, 2))
+    older, newer = (write_checkpoint(folder, file_stem(FULL, batch), {"batch": batch}) for batch in (1, 2))
     assert examine()[1]["run"] == [(OK, f"{folder.parent} resumes from {newer.name}, which is whole")]
     damage(newer)
     code, found = examine()
@@ -693,12 +524,6 @@ def test_a_run_whose_checkpoints_are_damaged_is_found(only_error, examine, tmp_p
     damage(older)
     assert only_error("run").startswith(f"checkpoints: every one of the 2 full checkpoints in {folder} is damaged.")
     assert sorted(folder.iterdir()) == [older, newer]  # nothing was set aside
-
-
-def test_a_folder_that_is_no_run_is_found(only_error, tmp_path):
-    (tmp_path / "runs" / "one").mkdir(parents=True)
-    (tmp_path / "runs" / "one" / "notes.txt").touch()
-    assert "runs/one exists and is not a run (it has no config.yaml)" in only_error("config")
 
 
 # --- the command itself ---
@@ -714,7 +539,7 @@ def test_a_check_that_breaks_is_an_error_and_the_others_are_made(only_error, mon
 
 def test_a_start_makes_the_checks_of_the_list_that_are_marked(healthy, monkeypatch):
     """The same text, with its key or its check before it."""
-    monkeypatch.setattr(cost, "available_gib", lambda: (0.01, "this machine (free now)"))
+    monkeypatch.setattr(memory, "available_gib", lambda: (0.01, "this machine (free now)"))
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
     config = load(RunConfig, parse_command_line([*healthy, "precision=fp16"], ALIASES), check=lambda config: [])

@@ -7,14 +7,14 @@ import json
 import pytest
 import torch
 from conftest import TINY_RUN
-from test_ldm import tiny_networks, whole_ldm_file, write
+from test_published_weights import tiny_networks, whole_ldm_file, write
 from transformers import CLIPTextConfig
 
 import benchmark
+from families import load_family
+from families.encoders import build_encoders, weights_problems
 from prepare import latents
-from weights.clip_text import build_text_model
-from zoo import load_family
-from zoo.encoders import build_encoders, weights_problems
+from weights.encoder_networks import build_clip_text
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +40,14 @@ def test_the_same_weights_have_the_same_fingerprints_in_every_file(published):
 
 def test_loaded_encoders_are_those_of_the_file_and_frozen(published):
     networks = tiny_networks(seed=5)
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
     encoders = build_encoders(load_family("sd2", "tiny", "mlperf"), published["ckpt"])
+    assert torch.equal(before, torch.random.get_rng_state())  # nothing is taken from the global generator
     for name, module in encoders.modules.items():
         assert not module.training and not any(p.requires_grad for p in module.parameters())
         for key, tensor in networks[name][0].state_dict().items():
             assert torch.equal(module.state_dict()[key], tensor), (name, key)
-
-
-def test_loading_takes_nothing_from_the_global_generator(published):
-    torch.manual_seed(3)
-    before = torch.random.get_rng_state()
-    build_encoders(load_family("sd2", "tiny", "stock"), published["ckpt"])
-    assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_each_variant_wants_its_own_text_encoder(published):
@@ -92,7 +88,7 @@ def test_random_text_encoders_are_those_of_transformers_4_number_for_number():
     config = CLIPTextConfig(vocab_size=1000, bos_token_id=0, eos_token_id=1, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        model = build_text_model(config)
+        model = build_clip_text(config)
         drawn_next = torch.rand(1).item()
     weighted = 0.0
     for place, (_, value) in enumerate(sorted(model.named_parameters()), 1):

@@ -1,4 +1,4 @@
-"""Whole commands as a user types them, in processes of their own."""
+"""Whole commands as a user types them, in separate processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ORDER_SCRIPT = """
 import json, sys, torch, zlib
 from composer.utils import dist
 from data import DataConfig, build_data
-from zoo import load_family
+from families import load_family
 
 stage, out, workers, epoch, batch_in_epoch = sys.argv[1:]
 dist.initialize_dist("cpu", timeout=60.0)
@@ -85,7 +85,7 @@ def test_global_batches_are_the_same_on_one_and_two_ranks_and_any_number_of_work
         )
     assert orders[0] == orders[1]
     assert [len(epoch) for epoch in orders[0]] == [2, 2, 2] and orders[0][0] != orders[0][1]
-    # Gone on from within the second epoch, on another number of ranks than it was begun with.
+    # Resumed within the second epoch, on another number of ranks than it was begun with.
     assert orders[2] == [orders[0][1][1:], orders[0][2]]
 
 
@@ -95,10 +95,7 @@ def test_a_run_streams_from_an_object_store_and_learns_what_a_run_from_the_folde
     for name, content in tree(miniature.moments).items():
         client.put_object(Bucket="easel", Key=f"moments/{name}", Body=content)
     more = ["data.workers=2", "max_duration=12ba"]
-    places = {
-        "folder": [],
-        "store": ["data.remote=s3://easel/moments", f"data.local={tmp_path}/cache"],
-    }
+    places = {"folder": [], "store": ["data.remote=s3://easel/moments", f"data.local={tmp_path}/cache"]}
     for name, place in places.items():
         words = miniature.small(tmp_path, name, *more, *place)
         done = run("composer", "-n", "1", "benchmark.py", *words, **variables)
@@ -115,45 +112,25 @@ def test_a_run_streams_from_an_object_store_and_learns_what_a_run_from_the_folde
     ), done.stderr
 
 
-def test_a_configuration_that_cannot_run_ends_with_2_and_says_it_once_on_two_ranks(tmp_path):
-    done = run("composer", "-n", "2", "benchmark.py", *TINY_RUN, "--use_synth_data", "global_batch_size=9", "lr=3")
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["lr=3"], "command line: unknown key 'lr'. Use optimizer.lr=VALUE.\n"),
+        ([], "global_batch_size: 9 is not a multiple of 2 ranks x 1 microbatch = 2. Nearest: 8, 10.\n"),
+    ],
+)
+def test_a_configuration_that_cannot_run_ends_with_2_and_says_it_once_on_two_ranks(words, text, tmp_path):
+    done = run("composer", "-n", "2", "benchmark.py", *TINY_RUN, "--use_synth_data", "global_batch_size=9", *words)
     assert done.returncode == 2
-    assert done.stderr.count("command line: unknown key 'lr'. Did you mean 'optimizer.lr'?\n") == 1
-    assert (
-        done.stderr.count("global_batch_size: 9 is not a multiple of 2 ranks x 1 microbatch = 2. Nearest: 8, 10.\n")
-        == 1
-    )
+    assert done.stderr.count(text) == 1 and ("global_batch_size:" in done.stderr) == (not words)
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def test_with_no_yaml_and_too_little_memory_it_stops_with_the_estimate(tmp_path):
-    """SD2 at global batch 2048 in one pass: no machine that runs this test has that much."""
-    done = run("composer", "-n", "1", "benchmark.py", "--use_synth_data", "precision=fp32", f"run_folder={tmp_path}")
-    assert done.returncode == 2
-    assert re.search(r"^memory: 2048 images a pass need about 3[0-9]{3}\.\d GiB \(1", done.stderr, re.M), done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
-
-
-def test_wandb_whose_server_is_away_tensorboard_and_the_progress_bar(tmp_path):
-    """The run goes on offline and says so; the offline run holds the metrics under their names."""
-    words = ["--use_synth_data", "--wandb_project", "easel-test", "--wandb_name", "my-run"]
-    words += ["loggers.tensorboard.log_dir=null", "loggers.progress_bar=true"]
-    words += [f"run_folder={tmp_path}", "run_name=logged"]
-    away = {"WANDB_BASE_URL": "http://127.0.0.1:1", "WANDB_API_KEY": 8 * "12345"}
-    done = run("composer", "-n", "1", "benchmark.py", *TINY_RUN, *words, **away)
+def test_tensorboard_and_the_progress_bar_show_the_losses_of_the_record(tmp_path):
+    words = ["--use_synth_data", "loggers.tensorboard.log_dir=null", "loggers.progress_bar=true"]
+    done = run("composer", "-n", "1", "benchmark.py", *TINY_RUN, *words, f"run_folder={tmp_path}", "run_name=logged")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        f"loggers.wandb: http://127.0.0.1:1 cannot be reached (ConnectionError): logged offline. Send it with wandb "
-        f"sync {tmp_path}/logged/wandb/offline-run-*\n"
-    ) in done.stderr
     assert "loss/train/total=" in done.stderr  # Composer's bar
-    [start] = [json.loads(line) for line in (tmp_path / "logged" / "starts.jsonl").read_text().splitlines()]
-    [binary] = (tmp_path / "logged" / "wandb").glob(
-        f"offline-run-*/run-{start['run_id']}.wandb"
-    )  # a resume uses it again
-    content = binary.read_bytes()
-    for text in (b"easel-test", b"my-run", b"speed/images_per_sec", b"train/loss"):
-        assert text in content
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(next((tmp_path / "logged" / "tensorboard").rglob("events.*")).parent))
@@ -162,30 +139,19 @@ def test_wandb_whose_server_is_away_tensorboard_and_the_progress_bar(tmp_path):
     assert recorded == pytest.approx([line["loss"] for line in metrics(tmp_path / "logged")], rel=1e-6)
 
 
-def test_no_logger_is_forced(tmp_path):
-    """Nor anything else but the record: by the launcher and the programs as they start cold."""
+def test_a_run_writes_only_its_record(tmp_path):
+    """No logger is forced. The launcher and the programs start cold."""
     words = ["benchmark.py", *TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", "run_name=a"]
     done = run("env", "composer", "-n", "1", *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
-        ".lock",
-        "config.yaml",
-        "environment.json",
-        "metrics.jsonl",
-        "page.html",
-        "starts.jsonl",
-        "summary.json",
-    ]
+    names = {".lock", "config.yaml", "environment.json", "metrics.jsonl", "page.html", "starts.jsonl", "summary.json"}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == names
 
 
-def test_make_alone_prints_help():
+def test_make_prints_help_and_refuses_another_set_or_python_by_name(tmp_path):
     done = run("make", MAKEFLAGS="")
-    assert done.returncode == 0 and all(
-        f"  {name} " in done.stdout for name in ("env", "demo", "test", "lock", "gpu-ladder")
-    )
-
-
-def test_another_set_is_refused_and_each_has_its_lock_and_environment():
+    names = ("env", "demo", "test", "lock", "gpu-ladder")
+    assert done.returncode == 0 and all(f"  {name} " in done.stdout for name in names)
     done = run("make", "env", "SET=prepare", MAKEFLAGS="")
     assert "SET: 'prepare' is no set of packages. Possible: newest, or leave it out." in done.stderr and done.returncode
     for words, environment in (((), ".venv"), (("SET=newest",), ".venv-newest")):
@@ -193,12 +159,8 @@ def test_another_set_is_refused_and_each_has_its_lock_and_environment():
         lock = ROOT / ("requirements/newest.lock" if words else "requirements.lock")
         digest = hashlib.sha256(lock.read_bytes()).hexdigest()[:12]
         assert f"{environment}/.easel-{digest}" in done.stdout, done.stderr
-
-
-def test_another_python_is_refused_by_name(tmp_path):
     fake = tmp_path / "python9"
     fake.write_text('#!/bin/sh\nexec python3 -c "import sys; sys.version_info = (3, 9); exec(sys.argv[1])" "$2"\n')
     fake.chmod(0o755)
     done = run("make", "env", f"PYTHON={fake}", f"VENV={tmp_path}/venv", MAKEFLAGS="")
-    assert done.returncode != 0
-    assert f"PYTHON: {fake} is Python 3.9. Possible: 3.11, 3.12, 3.13. Run: PYTHON=python3.11 make ..." in done.stderr
+    assert done.returncode != 0 and f"PYTHON: {fake} is Python 3.9. Possible: 3.11, 3.12, 3.13. " in done.stderr

@@ -20,13 +20,13 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import run, sample_files, tree, write_tar
-from test_prepare_parts import bucket, objects  # noqa: F401  bucket is a fixture
+from test_parts import bucket, objects  # noqa: F401  bucket is a fixture
 
-from cli.errors import Failed, Refused
-from prepare import cluster, engines, parts, places, shards
+from common.errors import Failed, Refused
+from prepare import addresses, engines, parts, shards
 from prepare.engines import EngineKeys
 
-os.environ.update(cluster.QUIET)  # before Ray is loaded
+os.environ.update(engines.RAY_VARIABLES)  # before Ray is loaded
 
 pytestmark = [pytest.mark.usefixtures("same_number_of_threads"), pytest.mark.timeout(300, func_only=True)]
 
@@ -43,7 +43,7 @@ def squares(marks: Path) -> Callable[[int], int]:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_processes_make_every_number_once_and_each_starts_once(tmp_path, workers):
-    with LOCAL.opened(functools.partial(squares, tmp_path), workers) as engine:
+    with LOCAL.open_engine(functools.partial(squares, tmp_path), workers) as engine:
         assert sorted(engine.run(range(20))) == [(number, number**2) for number in range(20)]
         assert list(engine.run([])) == []
     pids = {int(path.name) for path in tmp_path.iterdir()}
@@ -70,9 +70,9 @@ def failing(number: int) -> int:
     ],
 )
 def test_what_ends_a_process_is_told_as_it_is(numbers, text):
-    with pytest.raises(Failed) as told, LOCAL.opened(lambda: failing, 2) as engine:
+    with pytest.raises(Failed) as error, LOCAL.open_engine(lambda: failing, 2) as engine:
         list(engine.run(numbers))
-    assert str(told.value) == text
+    assert str(error.value) == text
 
 
 def test_the_keys_say_what_does_not_go_together(tars, tmp_path, capsys):
@@ -107,16 +107,16 @@ def test_without_ray_it_is_said_how_to_install_it(tars, tmp_path, monkeypatch, c
 
 def test_a_worker_that_sees_another_out_is_refused(tmp_path):
     plan = parts.Plan("prepare.shards", "images", shards.COLUMNS, 2**20, {}, [{"name": "a"}])
-    for place in (places.Folder(str(tmp_path / "empty")), places.Folder(str(tmp_path / "other"))):
+    for address in (addresses.Folder(str(tmp_path / "empty")), addresses.Folder(str(tmp_path / "other"))):
         (tmp_path / "other").mkdir(exist_ok=True)
         (tmp_path / "other" / "plan.json").write_text("{}")
-        text = f"OUT: {place.address} does not hold the plan of this command on every node."
+        text = f"OUT: {address.location} does not hold the plan of this command on every node."
         with pytest.raises(Refused, match=text):
-            parts.check_shared(place, plan, patience_sec=0.3)
-    late = places.Folder(str(tmp_path / "late"))
+            parts.check_out_is_shared(address, plan, patience_sec=0.3)
+    late = addresses.Folder(str(tmp_path / "late"))
     timer = threading.Timer(0.5, lambda: late.put_bytes("plan.json", plan.text))
     timer.start()
-    parts.check_shared(late, plan)
+    parts.check_out_is_shared(late, plan)
     timer.join()
 
 
@@ -173,7 +173,7 @@ def held_start(start: Callable, begun: Path, gate: Path) -> Callable:
     import ray
 
     node = ray.get_runtime_context().get_node_id()
-    for kind in (places.Folder, places.Store):
+    for kind in (addresses.Folder, addresses.Store):
 
         def held(self, name, file, put=kind.put):
             if name.endswith("/part.json"):
@@ -210,12 +210,14 @@ def a_node_dies(nodes: SimpleNamespace, folder: Path) -> Iterator[Callable[[], s
             time.sleep(0.05)  # a worker outlives its node by a second
         gate.touch()
 
+    ray_engine = engines.RayEngine
+
     def held(ray, start, *more):
-        return cluster.Cluster(ray, functools.partial(held_start, start, begun, gate), *more)
+        return ray_engine(ray, functools.partial(held_start, start, begun, gate), *more)
 
     thread = threading.Thread(target=kill)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "Cluster", held)
+        patch.setattr(engines, "RayEngine", held)
         thread.start()
         try:
             yield lambda: set.intersection(*parts_of())
@@ -241,11 +243,11 @@ def test_short_shards_on_two_nodes_of_which_one_dies_are_those_of_one_machine(no
         assert shards.main([str(many_tars), str(tmp_path / "out"), *nodes.words]) == 1
         assert made_on_both()
     assert tree(tmp_path / "out") == tree(tmp_path / "local")
-    said = capfd.readouterr()
-    [last] = said.out.splitlines()
+    printed = capfd.readouterr()
+    [last] = printed.out.splitlines()
     again = r"ray: part-0000\d: its worker or its node died \(Actor\w+Error\)\. It is tried again\.\n"
-    assert last.startswith("found ") and re.search(again, said.err)
-    assert not re.sub(again, "", said.err).replace("5 parts", "").count("ray")
+    assert last.startswith("found ") and re.search(again, printed.err)
+    assert not re.sub(again, "", printed.err).replace("5 parts", "").count("ray")
 
 
 def ending(folder: Path) -> Callable[[int], str]:
@@ -267,10 +269,10 @@ def ending(folder: Path) -> Callable[[int], str]:
 
 def test_a_killed_worker_is_tried_again_and_errors_come_back_as_they_are(nodes, tmp_path, monkeypatch):
     monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:1")
-    monkeypatch.setattr(cluster, "TRIES", 1)
+    monkeypatch.setattr(engines, "MAX_RETRIES", 1)
     monkeypatch.chdir(tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
-    with nodes.keys.opened(functools.partial(ending, tmp_path)) as engine:
+    with nodes.keys.open_engine(functools.partial(ending, tmp_path)) as engine:
         assert signal.getsignal(signal.SIGTERM) is handler
         assert sorted(engine.run([1, 7])) == [(n, f"{n} http://127.0.0.1:1 {tmp_path}") for n in (1, 7)]
         assert (tmp_path / "killed").exists()
@@ -281,14 +283,14 @@ def test_a_killed_worker_is_tried_again_and_errors_come_back_as_they_are(nodes, 
             (5, OSError, r"\[Errno 13\] denied: '/x'"),
             (6, RuntimeError, "IndexError: list index out of range"),
         ]:
-            with pytest.raises(kind, match=f"^{text}{at.format(number)}$") as told:
+            with pytest.raises(kind, match=f"^{text}{at.format(number)}$") as error:
                 list(engine.run([number]))
-            assert type(told.value) is kind and (number != 6 or "return [][0]" in told.value.__notes__[0])
+            assert type(error.value) is kind and (number != 6 or "return [][0]" in error.value.__notes__[0])
         with pytest.raises(Failed, match=r"^ray: part-00002: its worker died, 2 times: .* What is done stays; "):
             list(engine.run([2]))
 
 
-def test_a_cluster_that_is_not_there_is_refused_in_seconds(tars, tmp_path, monkeypatch, capsys):
+def test_a_cluster_that_is_not_there_is_refused_in_seconds(tars, tmp_path, capsys):
     pytest.importorskip("ray")
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # and does not listen
@@ -297,7 +299,7 @@ def test_a_cluster_that_is_not_there_is_refused_in_seconds(tars, tmp_path, monke
     assert time.monotonic() - started < 60
     todo = "Start one with `ray start --head`, on further nodes `ray start --address=HOST:PORT`, or give its address."
     assert capsys.readouterr().err.splitlines() == [
-        f"ray: no cluster at {address} (ConnectionRefusedError: [Errno 111] Connection refused). {todo}",
+        f"ray: no cluster at {address} (ConnectionRefusedError: [Errno 111] Connection refused). {todo}"
     ]
     assert not (tmp_path / "out").exists()
 

@@ -8,10 +8,8 @@ import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +18,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, cost_made_up, started, tree
-from exported import CASES, OF_RUNS, drawn_elsewhere, drawn_here
+from exported_runs import CASES, OF_RUNS, drawn_elsewhere, drawn_here
 from hub_server import TOKEN, Hub
 from PIL import Image
 from torch import nn
@@ -28,17 +26,18 @@ from torch import nn
 import benchmark
 import eval as scoring
 import export
-from cli.files import whole_folder
+from checkpointing.files import FULL, WEIGHTS, list_checkpoints
+from common.files import atomic_folder
+from evaluation import sources
+from families import load_family, pipeline_files
+from families.encoders import ModelConfig
+from families.objectives import ObjectiveConfig
 from model import build_model
-from record.checkpoint_files import FULL, WEIGHTS, listed
-from reports.model_card import blocks_of
-from training import places, warm_start
-from weights import ldm
+from reports.model_card import python_blocks
+from training import initial_weights
+from weights import published
 from weights.hub import upload
 from weights.tensors import fingerprint
-from zoo import load_family, pipeline_folder
-from zoo.model_config import ModelConfig
-from zoo.objectives import ObjectiveConfig
 
 pytestmark = pytest.mark.timeout(120, func_only=True)
 
@@ -48,7 +47,7 @@ CAPTIONS = (
     "",
     "a large RED triangle, at the top!",
     "wow!! (so) don't -- 50% 'quoted' !?",
-    "very long " * 60,
+    "long " * 60,
     "Å naïve café",
 )
 
@@ -113,7 +112,7 @@ def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run
     trusts = {name for name, out in outs.items() if "trust_remote_code" in (out / "README.md").read_text()}
     assert trusts == {"sd2_mlperf"} == {name for name, out in outs.items() if list(out.rglob("*.py"))}
     code = (outs["sd2_mlperf"] / "unet/mixed_norms.py").read_text()
-    assert code == (ROOT / "zoo/mixed_norms.py").read_text()
+    assert code == (ROOT / "families/mixed_norms.py").read_text()
 
     zero = json.loads((outs["sd2_zero_snr"] / "scheduler/scheduler_config.json").read_text())
     assert zero["rescale_betas_zero_snr"] and zero["timestep_spacing"] == "trailing"
@@ -130,38 +129,31 @@ def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run
     # mlperf begins with its own export, and with no other.
     own, stock = (ModelConfig(preset="tiny", variant=name) for name in ("mlperf", "stock"))
     model = build_model(own, ObjectiveConfig(), size=(64, 64), normalize="unit", seed=0)
-    warm_start.load(model, str(outs["sd2_mlperf"]))
+    initial_weights.load(model, str(outs["sd2_mlperf"]))
     facts = json.loads((outs["sd2_mlperf"] / "export.json").read_text())
     assert fingerprint(model.denoiser) == facts["denoiser_fingerprint"]
 
     def misfits(config: ModelConfig, name: str) -> str:
         config = dataclasses.replace(config, denoiser=str(outs[name]))
-        return "\n".join(problem.text for problem in warm_start.problems(config, "v" if config is own else "epsilon"))
+        return "\n".join(
+            problem.text for problem in initial_weights.problems(config, "v" if config is own else "epsilon")
+        )
 
     name = "UNet2DConditionMixedNorms"
     assert f"has _class_name UNet2DConditionModel, this model's has {name}: it is of another" in misfits(
         own, "sd2_stock"
     )
     assert "has norm_num_groups 4, this model's has 8: it is of another model." in misfits(stock, "sd2_mlperf")
-    assert warm_start.problems(dataclasses.replace(own, denoiser=str(outs["sd2_mlperf"])), None) == []
+    assert initial_weights.problems(dataclasses.replace(own, denoiser=str(outs["sd2_mlperf"])), None) == []
 
 
 def test_the_scheduler_is_the_evaluations_and_other_samplers_can_be_made_of_it(folder):
     from diffusers import DDIMScheduler
 
-    stated = json.loads((folder / "scheduler/scheduler_config.json").read_text())
-    wanted = {
-        "_class_name": "DPMSolverMultistepScheduler",
-        "algorithm_type": "dpmsolver++",
-        "prediction_type": "v_prediction",
-        "beta_schedule": "scaled_linear",
-        "beta_start": 0.00085,
-        "beta_end": 0.012,
-        "steps_offset": 1,
-        "clip_sample": False,
-        "set_alpha_to_one": False,
-    }
-    assert wanted.items() <= stated.items()
+    wanted = {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "dpmsolver++", "steps_offset": 1}
+    wanted |= {"prediction_type": "v_prediction", "beta_schedule": "scaled_linear", "beta_start": 0.00085}
+    wanted |= {"beta_end": 0.012, "clip_sample": False, "set_alpha_to_one": False}
+    assert wanted.items() <= json.loads((folder / "scheduler/scheduler_config.json").read_text()).items()
     ddim = DDIMScheduler.from_pretrained(folder, subfolder="scheduler").config
     assert not ddim.clip_sample and not ddim.set_alpha_to_one and ddim.prediction_type == "v_prediction"
 
@@ -193,8 +185,8 @@ def test_an_ldm_file_is_read_back_by_ours_and_by_diffusers_as_it_was(run, folder
     facts = json.loads((folder / "export.json").read_text())
     family = load_family("shapes", "tiny", "stock")
     modules = {"denoiser": family.build_denoiser(), **family.build_encoders()}
-    networks = {label: (module, family.published()[label](module)) for label, module in modules.items()}
-    assert ldm.problems(str(file), networks) == [] == ldm.load(str(file), networks)
+    networks = {label: (module, family.network_names()[label](module)) for label, module in modules.items()}
+    assert published.find_problems(str(file), networks) == [] == published.load_networks(str(file), networks)
     for label, module in modules.items():
         assert fingerprint(module) == facts[f"{label}_fingerprint"]
     for kind, label, place in ((UNet2DConditionModel, "denoiser", "unet"), (AutoencoderKL, "vae", "vae")):
@@ -202,7 +194,7 @@ def test_an_ldm_file_is_read_back_by_ours_and_by_diffusers_as_it_was(run, folder
         assert fingerprint(theirs) == facts[f"{label}_fingerprint"]
 
 
-def test_weights_stored_in_half_are_rounded_and_nothing_else(run, folder, tmp_path):
+def test_weights_stored_in_half_precision_are_rounded_and_nothing_else(run, folder, tmp_path):
     from safetensors.torch import load_file
 
     half = exported(run, tmp_path / "half", "dtype=bf16")
@@ -213,7 +205,16 @@ def test_weights_stored_in_half_are_rounded_and_nothing_else(run, folder, tmp_pa
     with pytest.raises(
         ValueError, match=r"^dtype: fp16, but unet.x has values beyond 65,504. Say dtype=bf16, or fp32\.$"
     ):
-        pipeline_folder.in_type("unet.x", torch.tensor([1e5]), "fp16")
+        pipeline_files.cast_for_storage("unet.x", torch.tensor([1e5]), "fp16")
+
+    class Other(nn.Linear):
+        pass
+
+    family = load_family("shapes", "tiny", "stock")
+    with pytest.raises(
+        ValueError, match=r"^denoiser: a Other of shapes is no class of diffusers or transformers, and no"
+    ):
+        pipeline_files.collect_networks(family, Other(1, 1), family.build_encoders())
 
 
 # --- back again ---
@@ -249,91 +250,74 @@ def test_a_run_begins_with_an_export_and_an_evaluation_scores_it_as_the_run(mini
     assert summaries[0]["vae_fingerprint"] == summaries[1]["vae_fingerprint"]
 
 
+@pytest.mark.slow
+def test_a_run_without_ema_has_training_weights_alone(tmp_path, capsys):
+    run = train(tmp_path, "plain", *SHAPES, *SHORT, "ema.enabled=false", "ema.decay=null")
+    assert json.loads((exported(run, tmp_path / "a") / "export.json").read_text())["weights"] == "training"
+    newest = list_checkpoints(run / "checkpoints", WEIGHTS)[0]
+    assert refused(capsys, run, tmp_path / "b", "weights=ema") == (
+        f"weights: ema, but {newest} has no EMA weights. Say weights=training."
+    )
+
+
 # --- which weights ---
 
 
 def test_the_newest_snapshot_one_by_name_and_a_full_checkpoint_are_taken(run, change, folder, capsys):
-    weights, full = (listed(run / "checkpoints", kind) for kind in (WEIGHTS, FULL))
+    weights, full = (list_checkpoints(run / "checkpoints", kind) for kind in (WEIGHTS, FULL))
     assert json.loads((folder / "export.json").read_text())["snapshot"] == weights[0].name
-    assert export.chosen(run, "last") == weights[0] and export.chosen(run, "im16") == weights[1]
-    assert export.chosen(run, "ba2") == full[1]
-    assert export.run_of(str(weights[1])) == (run, weights[1])
+    assert export.find_checkpoint(run, "last") == weights[0] and export.find_checkpoint(run, "im16") == weights[1]
+    assert export.find_checkpoint(run, "ba2") == full[1]
+    assert export.find_run(str(weights[1])) == (run, weights[1])
     assert refused(capsys, weights[1], "out", "snapshot=ba2") == (
         f"snapshot: ba2, but {weights[1]} is one. Give the run's folder, or leave it out."
     )
-    assert export.run_of(str(run)) == export.run_of(str(run / "checkpoints")) == (run, None)
+    assert export.find_run(str(run)) == export.find_run(str(run / "checkpoints")) == (run, None)
     (change / "checkpoints" / weights[0].name).unlink()
-    assert export.chosen(change, "last").name == full[0].name  # newer than the snapshot that is left
+    assert export.find_checkpoint(change, "last").name == full[0].name  # newer than the snapshot that is left
     with pytest.raises(ValueError) as caught:
-        export.chosen(change, "im7")
+        export.find_checkpoint(change, "im7")
     assert str(caught.value) == f"snapshot: {change} has no 'im7'. It has: last, im16, ba4, ba2."
 
 
 # --- what cannot be ---
 
 
-def test_what_is_no_run_is_refused(run, change, tmp_path, capsys):
-    ways = "Give a run (runs/NAME), or a checkpoint in its folder (runs/NAME/checkpoints/weights-im...pt)."
-    assert refused(capsys, tmp_path, tmp_path / "out") == f"{tmp_path} is no run: {tmp_path} has no config.yaml. {ways}"
-    lost = Path(shutil.copy(listed(run / "checkpoints", WEIGHTS)[0], tmp_path))
-    assert refused(capsys, lost, tmp_path / "out").startswith(
-        f"{lost} is in no run's folder: {tmp_path.parent} has no "
-    )
-    assert refused(capsys, run) == f"export.py: {run}. Give a run and a place: python export.py runs/NAME OUT."
+def test_sources_that_are_no_run_are_refused(run, change, tmp_path, capsys):
+    lost = Path(shutil.copy(list_checkpoints(run / "checkpoints", WEIGHTS)[0], tmp_path))
     shutil.rmtree(change / "checkpoints")
-    assert refused(capsys, change, tmp_path / "out") == (
-        f"{change} has no snapshot or checkpoint to export. Train it with save.every_images or save.snapshot_every_images."
-    )
+    for words, text in (
+        (
+            [tmp_path, tmp_path / "out"],
+            f"{tmp_path} is not a run: {tmp_path} has no config.yaml. Give a run (runs/NAME), or",
+        ),
+        ([lost, tmp_path / "out"], f"{lost} is not in a run's folder: {tmp_path.parent} has no "),
+        ([run], f"export.py: {run}. Give a run and a folder or file: python export.py runs/NAME OUT."),
+        ([change, tmp_path / "out"], f"{change} has no snapshot or checkpoint to export. Train it with save.every_im"),
+    ):
+        assert refused(capsys, *words).startswith(text)
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_and_encoders_that_are_not_there_are_named(change, tmp_path, capsys):
+def test_missing_weights_and_encoders_are_named(run, change, tmp_path, capsys):
     [*_, newest] = sorted((change / "checkpoints").glob("weights-*"))
     config = (change / "config.yaml").read_text()
-    (change / "config.yaml").write_text(config.replace("weights: shipped", "weights: gone/encoders"))
-    text = refused(capsys, change, tmp_path / "out")
+
+    def refused_with(old: str, new: str) -> str:
+        (change / "config.yaml").write_text(config.replace(old, new))
+        return refused(capsys, change, tmp_path / "out")
+
+    text = refused_with("weights: shipped", "weights: gone/encoders")
     assert text.startswith("model.weights: gone/encoders") and "\n" not in text
-    assert export.main([str(change), str(tmp_path / "moved"), f"model.weights={ROOT}/zoo/shapes_weights"]) == 0
+    assert export.main([str(change), str(tmp_path / "moved"), f"model.weights={ROOT}/families/shapes_weights"]) == 0
     digest = json.loads((tmp_path / "moved/export.json").read_text())["vae_fingerprint"]
-    (change / "config.yaml").write_text(config.replace("weights: shipped", "weights: random"))
-    text = refused(capsys, change, tmp_path / "out")
-    assert (
-        text.startswith("model.weights: its vae has the fingerprint ") and f"{newest} was trained with {digest}" in text
-    )
-    (change / "config.yaml").write_text(config.replace("family: shapes", "family: sd3"))
-    assert (
-        refused(capsys, change, tmp_path / "out")
-        == "model.family: unknown family 'sd3'. Known: flux, hunyuan_video, mochi, sd2, sdxl, shapes, wan."
-    )
+    text = refused_with("weights: shipped", "weights: random")
+    assert text.startswith("model.weights: its vae has the fingerprint ")
+    assert f"{newest} was trained with {digest}" in text
+    assert refused_with("family: shapes", "family: sd3").startswith("model.family: unknown family 'sd3'. Known: flux, ")
     newest.write_bytes(newest.read_bytes()[:-1] + b"-")
-    (change / "config.yaml").write_text(config)
-    assert refused(capsys, change, tmp_path / "out").startswith(
-        f"{newest} is damaged: its bytes do not have the digest"
-    )
+    assert refused_with("", "").startswith(f"{newest} is damaged: its bytes do not have the digest")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_a_run_without_ema_has_training_weights_alone(tmp_path, capsys):
-    run = train(tmp_path, "plain", *SHAPES, *SHORT, "ema.enabled=false", "ema.decay=null")
-    assert json.loads((exported(run, tmp_path / "a") / "export.json").read_text())["weights"] == "training"
-    newest = listed(run / "checkpoints", WEIGHTS)[0]
-    assert refused(capsys, run, tmp_path / "b", "weights=ema") == (
-        f"weights: ema, but {newest} has no EMA weights. Say weights=training."
-    )
-
-
-def test_a_network_of_no_known_class_is_named():
-    class Other(nn.Linear):
-        pass
-
-    family = load_family("shapes", "tiny", "stock")
-    with pytest.raises(ValueError) as caught:
-        pipeline_folder.networks_of(family, Other(1, 1), family.build_encoders())
-    assert str(caught.value) == (
-        "denoiser: a Other of shapes is no class of diffusers or transformers, and no loader for it is written here. "
-        "Give a run of another variant."
-    )
 
 
 # --- where it goes ---
@@ -348,39 +332,35 @@ def test_an_earlier_export_of_the_run_is_replaced_and_nothing_else(run, folder, 
     assert changed == {"export.json", "README.md", "unet/diffusion_pytorch_model.safetensors"}
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
-    way = "Give another name, or remove it."
-    starts = (change / "starts.jsonl").read_text()
-    (change / "starts.jsonl").write_text(re.sub(r'"run_id": "\w+"', '"run_id": "another"', starts))
-    assert refused(capsys, change, out) == f"{out} exists and is an export of another run, shapes. {way}"
-    (out / "notes.txt").touch()
-    assert refused(capsys, run, out) == f"{out} exists and has files that no export has: notes.txt. {way}"
-    assert tree(out) == {**after, "notes.txt": b""}
-    for place in (run, ROOT / "docs"):
-        assert refused(capsys, run, place) == f"{place} exists and is no export. {way}"
-    (tmp_path / "plain").touch()
-    assert refused(capsys, run, tmp_path / "plain") == f"{tmp_path}/plain exists and is no export. {way}"
-    (tmp_path / "empty").mkdir()
-    assert export.taken(tmp_path / "empty", run) is None
-    assert refused(capsys, run, tmp_path / "a.ckpt") == (
-        f"{tmp_path}/a.ckpt: no .ckpt file is written. Give FILE.safetensors, or a folder."
-    )
-
     file = exported(run, tmp_path / "one.safetensors")
-    assert export.taken(file, run) is None
-    assert export.taken(file, change) == f"{file} exists and is an export of another run, shapes. {way}"
-    assert file.stat().st_mode & 0o777 == 0o666 & ~_umask()
-    file.write_bytes(b"")
-    assert export.taken(file, run) == f"{file} exists and is no export. {way}"
-
-
-def _umask() -> int:
+    assert export.output_problem(file, run) is None
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    assert file.stat().st_mode & 0o777 == 0o666 & ~mask
+    starts = (change / "starts.jsonl").read_text()
+    (change / "starts.jsonl").write_text(re.sub(r'"run_id": "\w+"', '"run_id": "another"', starts))
+    (tmp_path / "plain").touch()
+    of_another = "exists and is an export of another run, shapes. Give another name, or remove it."
+    for source, place, text in (
+        (change, out, of_another),
+        (change, file, of_another),
+        (run, run, "exists and is no export."),
+        (run, ROOT / "docs", "exists and is no export."),
+        (run, tmp_path / "plain", "exists and is no export."),
+    ):
+        assert refused(capsys, source, place).startswith(f"{place} {text}")
+    (out / "notes.txt").touch()
+    assert refused(capsys, run, out).startswith(f"{out} exists and has files that no export has: notes.txt.")
+    assert tree(out) == {**after, "notes.txt": b""}
+    assert refused(capsys, run, tmp_path / "a.ckpt").startswith(f"{tmp_path}/a.ckpt: no .ckpt file is written.")
+    (tmp_path / "empty").mkdir()
+    assert export.output_problem(tmp_path / "empty", run) is None
+    file.write_bytes(b"")
+    assert export.output_problem(file, run).startswith(f"{file} exists and is no export.")
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])
-def test_of_a_full_disk_nothing_is_left(run, tmp_path, capsys, name):
+def test_a_full_disk_leaves_no_part_of_an_export(run, tmp_path, capsys, name):
     """A limit on a file's size stands for the disk: writing fails in the middle."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -388,18 +368,16 @@ def test_of_a_full_disk_nothing_is_left(run, tmp_path, capsys, name):
         text = refused(capsys, run, tmp_path / name, code=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "cannot be written: " in text and text.endswith(
-        ". Nothing of a new export is left. Make room, or give another place."
-    )
+    assert "cannot be written: " in text and "Nothing of a new export is left." in text
     assert "Traceback" not in text and list(tmp_path.iterdir()) == []
 
 
-KILLED = "import sys; from pathlib import Path; from cli.files import whole_folder\n"
-KILLED += "with whole_folder(Path(sys.argv[1])) as folder:\n"
+KILLED = "import sys; from pathlib import Path; from common.files import atomic_folder\n"
+KILLED += "with atomic_folder(Path(sys.argv[1])) as folder:\n"
 KILLED += "    (folder / 'a').touch(); print('there', flush=True); __import__('time').sleep(60)"
 
 
-def test_a_killed_export_leaves_no_half_folder_and_the_next_one_clears_up(tmp_path):
+def test_a_killed_export_leaves_no_half_folder_and_the_next_one_cleans_up(tmp_path):
     place = tmp_path / "out [1].x"
     with started(sys.executable, "-c", KILLED, str(place), output=subprocess.PIPE) as process:
         assert process.stdout.readline() == "there\n"
@@ -407,30 +385,14 @@ def test_a_killed_export_leaves_no_half_folder_and_the_next_one_clears_up(tmp_pa
         process.wait(30)
     [left] = tmp_path.iterdir()
     assert not place.exists() and left.name.startswith(".out [1].x.")
-    with whole_folder(place) as folder:
+    with atomic_folder(place) as folder:
         (folder / "b").touch()
     assert tree(tmp_path) == {"out [1].x/b": b""}
-    with pytest.raises(ZeroDivisionError), whole_folder(place):
-        1 / 0  # noqa: B018
-    assert tree(tmp_path) == {"out [1].x/b": b""}
-    place.rename(tmp_path / f".out [1].x.before.{process.pid}.tmp")  # as if killed while it took an earlier one's place
-    with pytest.raises(ZeroDivisionError), whole_folder(place):
-        1 / 0  # noqa: B018
-    assert tree(tmp_path) == {"out [1].x/b": b""}
-
-
-@pytest.mark.slow
-def test_an_interrupt_in_the_imports_is_told_in_a_line(tmp_path):
-    words = [sys.executable, "export.py", "runs/none", str(tmp_path / "out")]
-    with subprocess.Popen(
-        words, cwd=ROOT, stderr=subprocess.PIPE, text=True
-    ) as process:  # cold, so that it has imports
-        while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-    assert process.returncode == 128 + signal.SIGINT
-    assert said == "export.py: interrupted. Nothing of a new export is left. The same command begins anew.\n"
+    for before in (place, tmp_path / f".out [1].x.before.{process.pid}.tmp"):  # as if killed while it replaced one
+        place.rename(before)
+        with pytest.raises(ZeroDivisionError), atomic_folder(place):
+            1 / 0  # noqa: B018
+        assert tree(tmp_path) == {"out [1].x/b": b""}
 
 
 # --- the card ---
@@ -438,21 +400,19 @@ def test_an_interrupt_in_the_imports_is_told_in_a_line(tmp_path):
 HOSTILE = '</code><script>alert(1)</script> `|` \x1b[31m\n---\n```\n\'""" \\ 🐱 ' + "x" * 10_000
 
 
-def test_what_others_have_written_is_escaped_in_the_card(run, change, tmp_path):
+def test_third_party_texts_are_escaped_in_the_card(change, tmp_path):
     import ast
 
     (change / "samples/captions.txt").write_text(HOSTILE.replace("\n", " "))
-    config = (change / "config.yaml").read_text()
-    tree_of = yaml.safe_load(config)
-    tree_of["data"]["remote"] = "s3://user:secret@host/" + HOSTILE[:120].replace("\n", " ").replace("\x1b", "")
-    (change / "config.yaml").write_text(yaml.safe_dump(tree_of))
-    out = exported(change, tmp_path / "out")
-    card = (out / "README.md").read_text()
+    config = yaml.safe_load((change / "config.yaml").read_text())
+    config["data"]["remote"] = "s3://user:secret@host/" + HOSTILE[:120].replace("\n", " ").replace("\x1b", "")
+    (change / "config.yaml").write_text(yaml.safe_dump(config))
+    card = (exported(change, tmp_path / "out") / "README.md").read_text()
     _, head, body = card.split("---\n", 2)
     assert yaml.safe_load(head)["license"] == "other" and yaml.safe_load(head)["pipeline_tag"] == "text-to-image"
     outside = re.sub(r"`[^`\n]*`", "", re.sub(r"```python\n.*?```\n", "", body, flags=re.S))
     assert "<" not in outside and "`" not in outside and "\x1b" not in card and "secret" not in card
-    first, second = blocks_of(card)
+    first, second = python_blocks(card)
     calls = [node for node in ast.walk(ast.parse(first)) if isinstance(node, ast.Call) and node.keywords]
     assert calls[-1].args[0].value == HOSTILE.replace("\n", " ")[:200]
     assert compile(second, "card", "exec")
@@ -461,47 +421,38 @@ def test_what_others_have_written_is_escaped_in_the_card(run, change, tmp_path):
 # --- the hub ---
 
 
-def test_an_export_is_brought_to_the_hub_and_comes_back(hub: Hub, run, tmp_path, monkeypatch, capsys):
+def test_an_export_is_uploaded_to_the_hub_and_read_back(hub: Hub, run, tmp_path, monkeypatch, capsys):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    out, name = tmp_path / "out", hub.address.removeprefix("http://")
-    log_in = "To write, log in: hf auth login, or set HF_TOKEN."
-    words = [run, out, "push_to_hub=easel/tiny"]
-    assert refused(capsys, *words) == f"push_to_hub: easel/tiny, but no token is set for {name}. {log_in}"
-    assert refused(capsys, *words[:2], "push_to_hub=tiny") == (
-        "push_to_hub: 'tiny' is not a model's name. Possible: OWNER/NAME."
-    )
+    out, name, push = tmp_path / "out", hub.address.removeprefix("http://"), "push_to_hub=easel/tiny"
+    text = f"push_to_hub: easel/tiny, but no token is set for {name}. To write, log in: hf auth login, or set HF_TOKEN."
+    assert refused(capsys, run, out, push) == text
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert refused(capsys, run, f"{out}.safetensors", words[2]) == (
-        f"push_to_hub: easel/tiny, but {out}.safetensors is a single file. Give a folder: its model card goes with it."
-    )
-    assert refused(capsys, *words[:2], "private=false") == (
-        "private: false, but nothing is brought to the hub. Give push_to_hub=OWNER/NAME, or leave it out."
-    )
+    for words, text in (
+        ([run, out, "push_to_hub=tiny"], "push_to_hub: 'tiny' is not a model's name. Possible: OWNER/NAME."),
+        ([run, f"{out}.safetensors", push], f"push_to_hub: easel/tiny, but {out}.safetensors is a single file."),
+        ([run, out, "private=false"], "private: false, but nothing is uploaded to the hub."),
+    ):
+        assert refused(capsys, *words).startswith(text)
     assert not out.exists() and hub.asked == []
 
-    exported(*words)
+    exported(run, out, push)
     assert f"hub={hub.address}/easel/tiny" in capsys.readouterr().out
     model = hub.models["easel/tiny"]
     assert list(model.commits.values()) == [tree(out)] and model.private
     assert "from_pretrained('easel/tiny')" in (out / "README.md").read_text()
     moved = exported(run, tmp_path / "again", "model.weights=easel/tiny")
-    commit = model.refs["main"]
-    place = places.find("easel/tiny", ModelConfig(), encoders=True)  # as a place of eval.py it knows its network
-    assert places.of_export(place) == {"model.family": "shapes", "model.preset": "tiny", "model.variant": "stock"}
-    assert json.loads((moved / "export.json").read_text())["encoders"] == f"easel/tiny@{commit}"
+    assert json.loads((moved / "export.json").read_text())["encoders"] == f"easel/tiny@{model.refs['main']}"
+    source = sources.find_source("easel/tiny", ModelConfig(), with_encoders=True)  # of eval.py: it knows its network
+    expected = {"family": "shapes", "preset": "tiny", "variant": "stock"}
+    assert sources.model_keys_of_export(source) == {f"model.{key}": value for key, value in expected.items()}
 
-    (out / "README.md").write_text("another\n")  # what is there is replaced, and stays private
+    (out / "README.md").write_text("another\n")  # the model is replaced, and stays private
     upload(out, "easel/tiny", private=False, message="again")
     assert model.commits[model.refs["main"]] == tree(out) and model.private
-    for token, status, way in (
-        ("hf_wrong", 200, log_in),
-        (TOKEN, 503, f"{out} is whole: the same command uploads it again."),
-    ):
+    for token, status, code in (("hf_wrong", 200, 401), (TOKEN, 503, 503)):
         monkeypatch.setenv("HF_TOKEN", token)
         hub.status = status
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=f"^push_to_hub: easel/tiny: {name} did not take it .HTTP {code}.. "):
             upload(out, "easel/tiny", private=True, message="again")
-        said = f"push_to_hub: easel/tiny: {name} did not take it (HTTP {401 if status == 200 else status})"
-        assert str(caught.value) == f"{said}. {way}"

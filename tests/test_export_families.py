@@ -9,22 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported import CASES
+from exported_runs import CASES
 from safetensors.torch import load_file, save_file
 from test_export import SHORT, exported, train
 from torch import nn
 
+from families import load_family, pipeline_files
+from families.encoders import ModelConfig, weights_problems
+from families.objectives import ObjectiveConfig
+from families.pipeline_files import save_t5_tokenizer
+from families.sampling import prompt_generator, prompt_noise
 from model import LatentDiffusion, build_model
-from training import warm_start
+from training import initial_weights
 from weights import ldm_names
-from weights.t5_text import T5Tokenizer
+from weights.encoder_networks import T5Tokenizer
 from weights.tensors import fingerprint
-from zoo import load_family, pipeline_folder
-from zoo.encoders import weights_problems
-from zoo.model_config import ModelConfig
-from zoo.objectives import ObjectiveConfig
-from zoo.sampling import prompt_generator, prompt_noise
-from zoo.tokenizer_files import save_t5
 
 SIZE = (96, 64)
 CAPTIONS = ["a red circle, </s> in <pad> Å naïve café! 🐱", "word " * 300]
@@ -44,15 +43,15 @@ def tiny(name: str, **of_config: str) -> LatentDiffusion:
     for parameter in model.denoiser.parameters():  # a last layer of zeros, as of mlperf, would hide all others
         if not parameter.any():
             nn.init.normal_(parameter, std=0.05, generator=generator)
-    return model.place(torch.device("cpu"), "fp32")
+    return model.to_device(torch.device("cpu"), "fp32")
 
 
 def saved(model: LatentDiffusion, folder: Path, sampler: str, dtype: str = "fp32") -> Path:
     family, objective = model.family, model.objective
     folder.mkdir()
-    networks = pipeline_folder.networks_of(family, model.denoiser, model.frozen)
+    networks = pipeline_files.collect_networks(family, model.denoiser, model.frozen)
     scheduler = family.pipeline_scheduler(sampler, objective.prediction, zero_terminal_snr=False)
-    assert pipeline_folder.save_folder(folder, family, networks, scheduler, size=SIZE, dtype=dtype) is None
+    assert pipeline_files.save_pipeline(folder, family, networks, scheduler, size=SIZE, dtype=dtype) is None
     return folder
 
 
@@ -63,35 +62,25 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {name: saved(tiny(name), root / name, of[2]) for name, of in MODELS.items()}
 
 
-def networks_of(model: LatentDiffusion) -> dict[str, tuple[nn.Module, ldm_names.Network]]:
-    return dict(pipeline_folder.networks_of(model.family, model.denoiser, model.frozen))
+def networks_of(model: LatentDiffusion) -> dict[str, tuple[nn.Module, ldm_names.NetworkNames]]:
+    return dict(pipeline_files.collect_networks(model.family, model.denoiser, model.frozen))
 
 
 # --- a folder ---
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_plain_diffusers_draws_from_the_folder_what_the_model_draws(name, folders):
+def test_plain_diffusers_draws_the_models_images_from_the_folder(name, folders):
     from diffusers import DiffusionPipeline
 
     (*_, sampler, guidance), model = MODELS[name], tiny(name)
-    ours = model.generate(
-        model.family.tokenize(CAPTIONS),
-        prompt_noise(0, [0, 1], model.latent_shape),
-        sampler=sampler,
-        steps=4,
-        guidance=guidance,
-    )
+    tokens, noise = model.family.tokenize(CAPTIONS), prompt_noise(0, [0, 1], model.latent_shape)
+    ours = model.generate(tokens, noise, sampler=sampler, steps=4, guidance=guidance)
     pipeline = DiffusionPipeline.from_pretrained(folders[name])
     assert type(pipeline).__name__ == model.family.pipeline.name
     pipeline.set_progress_bar_config(disable=True)
-    theirs = pipeline(
-        CAPTIONS,
-        num_inference_steps=4,
-        generator=[prompt_generator(0, number) for number in range(2)],
-        output_type="pt",
-        **model.family.pipeline_call(SIZE, guidance),
-    ).images
+    call = {**model.family.pipeline_call(SIZE, guidance), "num_inference_steps": 4, "output_type": "pt"}
+    theirs = pipeline(CAPTIONS, generator=[prompt_generator(0, number) for number in range(2)], **call).images
     assert ours.std() > 0.05 and float((ours[0] - ours[1]).abs().max()) > 0.02
     assert ours.shape == theirs.shape and float((ours - theirs).abs().max()) < 2e-5
 
@@ -102,24 +91,23 @@ def test_the_settings_are_those_of_the_published_folders(folders):
     def stated(name: str, file: str) -> dict:
         return json.loads((folders[name] / file).read_text())
 
-    index = stated("sdxl", "model_index.json")
-    assert index["force_zeros_for_empty_prompt"] is True
-    assert index["text_encoder"] == ["transformers", "CLIPTextModel"]
-    assert index["text_encoder_2"] == ["transformers", "CLIPTextModelWithProjection"]
-    assert (
-        stated("sdxl", "unet/config.json")["sample_size"] == 12
-    )  # a square of the longer side: its pipeline takes none else
-    pads = [stated("sdxl", f"{name}/tokenizer_config.json")["pad_token"] for name in ("tokenizer", "tokenizer_2")]
-    assert pads == ["<|endoftext|>", "!"]
     dynamic = {"use_dynamic_shifting": True, "shift": 3.0, "base_shift": 0.5, "max_shift": 1.15}
     dynamic |= {"base_image_seq_len": 256, "max_image_seq_len": 4096, "num_train_timesteps": 1000}
-    assert dynamic.items() <= stated("flux_dev", "scheduler/scheduler_config.json").items()
-    for name in ("flux_schnell", "flux_mlperf"):
-        settings = stated(name, "scheduler/scheduler_config.json")
-        assert (settings["use_dynamic_shifting"], settings["shift"]) == (False, 1.0)
-        assert settings["_class_name"] == "FlowMatchEulerDiscreteScheduler"
-    assert stated("flux_dev", "model_index.json")["text_encoder_2"] == ["transformers", "T5EncoderModel"]
-    assert stated("flux_dev", "transformer/config.json")["guidance_embeds"] is True
+    static = {"use_dynamic_shifting": False, "shift": 1.0, "_class_name": "FlowMatchEulerDiscreteScheduler"}
+    encoders = {"text_encoder": ["transformers", "CLIPTextModel"], "force_zeros_for_empty_prompt": True}
+    encoders |= {"text_encoder_2": ["transformers", "CLIPTextModelWithProjection"]}
+    for name, file, expected in (
+        ("sdxl", "model_index.json", encoders),
+        ("sdxl", "unet/config.json", {"sample_size": 12}),  # a square of the longer side, all that its pipeline accepts
+        ("sdxl", "tokenizer/tokenizer_config.json", {"pad_token": "<|endoftext|>"}),
+        ("sdxl", "tokenizer_2/tokenizer_config.json", {"pad_token": "!"}),
+        ("flux_dev", "model_index.json", {"text_encoder_2": ["transformers", "T5EncoderModel"]}),
+        ("flux_dev", "transformer/config.json", {"guidance_embeds": True}),
+        ("flux_dev", "scheduler/scheduler_config.json", dynamic),
+        ("flux_schnell", "scheduler/scheduler_config.json", static),
+        ("flux_mlperf", "scheduler/scheduler_config.json", static),
+    ):
+        assert expected.items() <= stated(name, file).items(), (name, file)
 
 
 def test_weights_in_bf16_are_loaded_as_such_and_nearly_draw_the_same(tmp_path):
@@ -128,7 +116,7 @@ def test_weights_in_bf16_are_loaded_as_such_and_nearly_draw_the_same(tmp_path):
     model, images = tiny("flux_dev"), []
     for dtype in ("fp32", "bf16"):
         folder = saved(model, tmp_path / dtype, "euler", dtype)
-        pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=pipeline_folder.DTYPES[dtype])
+        pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=pipeline_files.DTYPES[dtype])
         pipeline.set_progress_bar_config(disable=True)
         latents = model.family.pipeline_latents(prompt_noise(0, [0], model.latent_shape))
         call = model.family.pipeline_call(SIZE, 3.5) | {"num_inference_steps": 2, "output_type": "pt"}
@@ -155,7 +143,7 @@ def test_the_second_tokenizer_of_flux_gives_the_familys_tokens_from_bytes_and_fr
     for file in (None, tmp_path / "plain.json", tmp_path / "added.json"):
         ours = T5Tokenizer(16, file)
         folder = tmp_path / f"of_{file and file.stem}"
-        assert save_t5(folder, ours.words, 16) == "PreTrainedTokenizerFast"
+        assert save_t5_tokenizer(folder, ours.published, 16) == "PreTrainedTokenizerFast"
         theirs = PreTrainedTokenizerFast.from_pretrained(folder)
         found = theirs(captions, padding="max_length", max_length=16, truncation=True, return_tensors="pt").input_ids
         assert torch.equal(ours(captions), found), file
@@ -171,11 +159,11 @@ def test_a_folder_is_read_back_as_encoders_and_as_initial_weights(name, folders)
     first, prediction = tiny(name), "flow" if "flux" in name else "epsilon"
     family, variant, *_ = MODELS[name]
     config = ModelConfig(family, "tiny", variant, weights=str(folders[name]), denoiser=str(folders[name]))
-    assert weights_problems(first.family, str(folders[name])) == [] == warm_start.problems(config, prediction)
-    assert warm_start.trained_on(folders[name])["prediction"] == prediction
+    assert weights_problems(first.family, str(folders[name])) == [] == initial_weights.problems(config, prediction)
+    assert pipeline_files.read_stated_objective(folders[name])["prediction"] == prediction
     again = build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=1)
     assert fingerprint(again.denoiser) != fingerprint(first.denoiser)
-    assert warm_start.load(again, str(folders[name])) == [f"begins with {folders[name]}"]
+    assert initial_weights.load(again, str(folders[name])) == [f"begins with {folders[name]}"]
     assert fingerprint(again.denoiser) == fingerprint(first.denoiser)
     assert again.encoders.fingerprints == first.encoders.fingerprints
     for column, tokens in first.family.tokenize(CAPTIONS).items():
@@ -204,27 +192,27 @@ def test_a_run_is_exported_and_another_one_begins_with_it(name, tmp_path):
 def misfits(name: str, place: Path) -> list[str]:
     family, variant, *_ = MODELS[name]
     return [
-        problem.text for problem in warm_start.problems(ModelConfig(family, "tiny", variant, denoiser=str(place)), None)
+        problem.text
+        for problem in initial_weights.problems(ModelConfig(family, "tiny", variant, denoiser=str(place)), None)
     ]
 
 
-def test_a_folder_of_another_model_is_refused_with_what_it_is(folders):
-    is_of_another = "it is of another model. Give this model's"
-    at = folders["flux_schnell"]
-    [of_config, of_names] = misfits("flux_dev", at)
-    given = f"{at}/transformer/config.json has guidance_embeds False, this model's has True"
-    assert of_config == f"model.denoiser: {given}: {is_of_another}."
+def test_a_folder_of_another_model_is_refused_with_its_kind(folders):
+    [of_config, of_names] = misfits("flux_dev", folders["flux_schnell"])
+    text = (
+        "/transformer/config.json has guidance_embeds False, this model's has True: it is of another model. Give this"
+    )
+    assert of_config.startswith(f"model.denoiser: {folders['flux_schnell']}{text}")
     assert "4 missing (time_text_embed.guidance_embedder.linear_1.weight" in of_names
-    [of_config, of_names] = misfits("flux_schnell", folders["flux_dev"])
-    assert of_config.endswith(f"has guidance_embeds True, this model's has False: {is_of_another}.")
-    assert "4 left over (time_text_embed.guidance_embedder.linear_1" in of_names
+    assert "4 left over (time_text_embed.guidance_embedder.linear_1" in misfits("flux_schnell", folders["flux_dev"])[1]
     assert misfits("flux_schnell", folders["flux_mlperf"]) == []  # the same network
-    text, of_scheduler = misfits("flux_dev", folders["sdxl"])
-    assert text.startswith(f"model.denoiser: {folders['sdxl']}: has no transformer/. ")
-    assert "trained on epsilon, this run has objective.prediction=flow" in of_scheduler
-    text, of_scheduler = misfits("sdxl", at)
-    assert text.startswith(f"model.denoiser: {at}: has no unet/. ")
-    assert "trained on flow, this run has objective.prediction=epsilon" in of_scheduler
+    for name, other, part, trained in (
+        ("flux_dev", "sdxl", "transformer", "epsilon, this run has objective.prediction=flow"),
+        ("sdxl", "flux_schnell", "unet", "flow, this run has objective.prediction=epsilon"),
+    ):
+        text, of_scheduler = misfits(name, folders[other])
+        assert text.startswith(f"model.denoiser: {folders[other]}: has no {part}/. ")
+        assert f"trained on {trained}" in of_scheduler
     texts = weights_problems(load_family("flux", "tiny", "dev"), str(folders["sdxl"]))
     assert {text.partition(":")[0] for text in texts} >= {"vae", "t5"}
     assert any("vae/config.json has scaling_factor 0.13025, this model's has 0.3611: " in text for text in texts)
@@ -243,7 +231,7 @@ def test_sdxls_single_file_is_read_back_by_ours_and_by_diffusers_converters(tmp_
     from diffusers.loaders import single_file_utils as theirs
 
     model = tiny("sdxl")
-    tensors = pipeline_folder.single_file_tensors(networks_of(model), "fp32")
+    tensors = pipeline_files.collect_single_file_tensors(networks_of(model), "fp32")
     file = tmp_path / "sd_xl.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
     assert tensors["conditioner.embedders.1.model.text_projection"].shape == (16, 12)
@@ -260,7 +248,7 @@ def test_sdxls_single_file_is_read_back_by_ours_and_by_diffusers_converters(tmp_
     )
     assert other.encoders.fingerprints == model.encoders.fingerprints
     assert misfits("sdxl", file) == []
-    warm_start.load(other, str(file))
+    initial_weights.load(other, str(file))
     assert fingerprint(other.denoiser) == fingerprint(model.denoiser)
 
 
@@ -277,7 +265,7 @@ def flux_converter(width: int) -> types.FunctionType:
 @pytest.mark.parametrize("name", ["flux_dev", "flux_schnell"])
 def test_fluxs_single_file_has_its_transformer_alone_as_diffusers_converter_reads_it(name, tmp_path):
     model = tiny(name)
-    tensors = pipeline_folder.single_file_tensors(networks_of(model), "fp32")
+    tensors = pipeline_files.collect_single_file_tensors(networks_of(model), "fp32")
     assert tensors["single_blocks.1.linear1.weight"].shape == (7 * 32, 32)
     assert ("guidance_in.in_layer.weight" in tensors) == (name == "flux_dev")
     assert_equal(flux_converter(32)(dict(tensors)), model.denoiser)
@@ -285,26 +273,23 @@ def test_fluxs_single_file_has_its_transformer_alone_as_diffusers_converter_read
     file = tmp_path / "flux1.safetensors"
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
     assert misfits(name, file) == []
-    again = build_model(
-        ModelConfig(*MODELS[name][:1], "tiny", MODELS[name][1], weights="random"),
-        ObjectiveConfig(),
-        size=SIZE,
-        normalize="symmetric",
-        seed=1,
-    )
-    warm_start.load(again, str(file))
+    config = ModelConfig("flux", "tiny", MODELS[name][1], weights="random")
+    again = build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=1)
+    initial_weights.load(again, str(file))
     assert fingerprint(again.denoiser) == fingerprint(model.denoiser)
     other, fault = {"flux_dev": ("flux_schnell", "left over"), "flux_schnell": ("flux_dev", "missing")}[name]
     [text] = misfits(other, file)
     assert f"4 {fault} (" in text and "guidance_in." in text
     [text] = weights_problems(model.family, str(file))
-    assert text == f"{file}: is one file, but t5 of this model are read from folders alone. Give a diffusers folder."
+    assert text.startswith(f"{file}: is one file, but t5 of this model are read from folders alone.")
 
 
-def test_every_part_of_a_packed_tensor_is_put_and_taken():
-    parts = [ldm_names.Source("x", 0, 7), ldm_names.Source("x", 1, 7), ldm_names.Source("x", 3, 7, span=4)]
+def test_every_part_of_a_packed_tensor_is_extracted():
     whole = torch.arange(14.0)[:, None]
-    assert [part.taken(whole).flatten().tolist() for part in parts] == [[0, 1], [2, 3], list(range(6, 14))]
-    assert {part.shape_in_file(part.taken(whole).shape) for part in parts} == {(14, 1)}
-    turned = ldm_names.Source("x", turned="halves")
-    assert turned.taken(torch.arange(4)).tolist() == [2, 3, 0, 1]
+    parts = [
+        ldm_names.TensorSource("x", first, 7, **more) for first, more in ((0, {}), (1, {}), (3, {"slice_span": 4}))
+    ]
+    assert [part.extract(whole).flatten().tolist() for part in parts] == [[0, 1], [2, 3], list(range(6, 14))]
+    assert {part.shape_in_file(part.extract(whole).shape) for part in parts} == {(14, 1)}
+    swapped = ldm_names.TensorSource("x", layout="swapped_halves")
+    assert swapped.extract(torch.arange(4)).tolist() == [2, 3, 0, 1]

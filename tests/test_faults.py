@@ -10,9 +10,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-from record.checkpoint_files import FULL, WEIGHTS, stem, write
+from checkpointing.files import FULL, WEIGHTS, file_stem, write_checkpoint
 from tests.faults import compare
-from tests.faults.__main__ import Options, counts_of, draw, is_good, parse, run_row, said, table
+from tests.faults.__main__ import Options, counts_of, draw, format_counts, is_good, parse, run_row, table
 from tests.faults.rows import MOMENTS, ROWS, Row
 from tests.faults.runs import Setting, Verdict
 
@@ -53,8 +53,8 @@ def log(*restarts: str) -> list[str]:
 def whole(tmp_path):
     """The folder of a finished run, as far as it is compared."""
     run = tmp_path / "whole"
-    write(run / "checkpoints", stem(FULL, 8), content(optimizer={"lr": 1.0}))
-    write(run / "checkpoints", stem(WEIGHTS, 128), content())
+    write_checkpoint(run / "checkpoints", file_stem(FULL, 8), content(optimizer={"lr": 1.0}))
+    write_checkpoint(run / "checkpoints", file_stem(WEIGHTS, 128), content())
     windows = [dict.fromkeys(compare.WINDOW, 32.0 * n) | {"batch": n} for n in range(1, 9)]
     score = dict.fromkeys(compare.SCORE, 1.0) | {"evaluation": True, "batch": 4, "seconds": 2.5}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*windows, score]))
@@ -78,7 +78,7 @@ def test_a_run_is_as_itself_and_one_that_was_restarted_in_a_block_too(whole, cop
 def test_every_lost_bit_counts(whole, copied):
     changed = content(optimizer={"lr": 2.0})
     changed["model"]["a"] = torch.tensor([0.0, -1.0, 2.0, 3.0])  # one bit: the sign
-    write(copied / "checkpoints", stem(FULL, 8), changed)
+    write_checkpoint(copied / "checkpoints", file_stem(FULL, 8), changed)
     assert compare.bits_lost(copied, whole) == 1 + 64
     for path in (copied / "checkpoints").glob("weights*"):
         path.unlink()
@@ -154,9 +154,11 @@ def test_no_two_rows_are_alike_and_each_moment_is_hit():
     assert {row.moment for row in ROWS.values()} == set(MOMENTS)
 
 
-def test_the_page_has_the_table_and_the_counts_of_the_committed_record(record):
-    assert table(record) in PAGE and said(record["counts"]) in PAGE.replace("\n", " ")
-    assert said(record["counts"]) in (ROOT / "README.md").read_text()
+def test_the_csv_file_and_the_counts_of_the_pages_are_those_of_the_committed_record(record):
+    assert (ROOT / "reports/results/faults.csv").read_text() == table(record)
+    assert format_counts(record["counts"]) in " ".join(PAGE.split())
+    counts, readme = record["counts"], (ROOT / "README.md").read_text()
+    assert f"{counts['injected']} injected faults" in readme and counts["bits_lost"] == 0
     assert record["counts"] == counts_of(record["rows"])
     assert all(row["commit"] and "+" not in row["commit"] for row in record["rows"].values())
     assert record["rows"].keys() - {"older_version"} == ROWS.keys() and record["skipped"] == {}  # a row of its commit

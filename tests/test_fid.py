@@ -18,19 +18,19 @@ import torch.nn.functional as F
 from conftest import picture
 from PIL import Image
 
-from evaluation import inception
+from evaluation import fid
 from evaluation.fid import (
     BLOCK,
     FeatureSums,
     Statistics,
     covariance_warning,
     frechet_distance,
+    load_inception,
     read_facts,
     read_statistics,
     write_statistics,
 )
-from evaluation.inception import load_inception
-from evaluation.numerics import full_float32
+from evaluation.scoring_networks import full_float32
 from prepare import fid_statistics
 
 
@@ -68,93 +68,48 @@ def pytorch_fid(a: Statistics, b: Statistics) -> float:
 # --- sums ---
 
 
-@pytest.mark.parametrize("dim", [1, 64, BLOCK + 44])
-def test_sums_give_numpys_mean_and_covariance(dim):
-    given = features(500, dim)
-    found, expected = statistics(given, batch=64), numpy_statistics(given)
+@pytest.mark.parametrize(("dim", "batch", "offset"), [(1, 64, 0), (64, 1, 0), (BLOCK + 44, 500, 0), (8, 7, 500)])
+def test_sums_give_numpys_mean_and_covariance(dim, batch, offset):
+    """Also of a mean a thousand times the spread, and whatever the batches."""
+    given = features(500, dim).double() + offset
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = statistics(given, batch), numpy_statistics(given)
     assert found.mean.dtype == found.covariance.dtype == np.float64
     assert (found.mean.shape, found.covariance.shape, found.num_images) == ((dim,), (dim, dim), 500)
     np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-12)
-    np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-12)
+    np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-9 if offset else 1e-12)
     assert np.array_equal(found.covariance, found.covariance.T)
 
 
-def test_a_mean_a_thousand_times_the_spread_leaves_ten_digits_of_the_covariance():
-    given = features(500, 8).double() + 500
-    np.testing.assert_allclose(statistics(given).covariance, numpy_statistics(given).covariance, atol=1e-9)
-
-
-def test_sums_are_the_same_however_batches_are_split():
-    given = features(257, 40)
-    whole = statistics(given, batch=257)
-    for batch in (1, 7, 256):
-        np.testing.assert_allclose(statistics(given, batch).covariance, whole.covariance, atol=1e-12)
-
-
-def test_two_ranks_give_what_one_gives():
-    """Their states added, as dist_reduce_fx says, by torchmetrics' own gathering of two ranks."""
+def test_the_sums_of_two_ranks_added_give_what_one_gives():
     given = features(300, 40)
-    ranks = [FeatureSums(40), FeatureSums(40)]
-    ranks[0].update(given[:100])
-    ranks[1].update(given[100:])
-    states = [[getattr(rank, name) for rank in ranks] for name in ranks[0]._reductions]
-    gathered = FeatureSums(40, dist_sync_fn=lambda tensor, group: states.pop(0), distributed_available_fn=lambda: True)
-    gathered.update(given[:1])  # any: what it holds is replaced by what is gathered
-    found, expected = gathered.compute(), statistics(given)
+    first, second = FeatureSums(40), FeatureSums(40)
+    first.update(given[:100])
+    second.update(given[100:])
+    for name, tensor in first.tensors().items():
+        tensor += second.tensors()[name]
+    found, expected = first.compute(), statistics(given)
     assert found.num_images == 300
     np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-12)
 
-    ranks[0].merge_state(ranks[1])
-    np.testing.assert_allclose(ranks[0].compute().covariance, expected.covariance, atol=1e-12)
 
-
-@pytest.mark.parametrize(
-    "cast",
-    [
-        lambda sums: sums.half(),
-        lambda sums: sums.set_dtype(torch.float16),
-        lambda sums: sums.to(torch.bfloat16),
-        lambda sums: torch.nn.ModuleList([sums]).half(),
-        lambda sums: torch.nn.ModuleList([sums]).to(torch.float16),
-    ],
-)
-def test_states_stay_float64_whatever_is_cast(cast):
-    sums = FeatureSums(8)
-    sums.update(features(10, 8))
-    before = sums.sum.clone()
-    cast(sums)
-    assert {sums.n.dtype, sums.sum.dtype, sums.outer.dtype} == {torch.float64}
-    assert torch.equal(sums.sum, before)
-    sums.reset()
-    assert sums.outer.dtype == torch.float64 and not sums.outer.any()
-
-
-def test_autocast_outside_changes_nothing():
-    given = features(50, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = statistics(given)
-    assert np.array_equal(found.covariance, statistics(given).covariance)
-
-
-def test_states_have_one_size_for_any_number_of_images():
-    sums = FeatureSums(16)
-    sizes = []
-    for num in (2, 2000):
-        sums.update(features(num, 16))
-        sizes.append({name: tuple(getattr(sums, name).shape) for name in sums._reductions})
-    assert sizes == [{"n": (), "sum": (16,), "outer": (16, 16)}] * 2
+def test_sums_of_16_bit_features_stay_float64_and_are_those_of_the_wide_ones():
+    given = features(10, 8).half()
+    sums, wide = FeatureSums(8), FeatureSums(8)
+    sums.to("cpu").update(given)
+    wide.update(given.double())
+    assert {tensor.dtype for tensor in sums.tensors().values()} == {torch.float64}
+    assert torch.equal(sums.outer, wide.outer)
 
 
 def test_features_that_are_not_finite_name_their_prompts():
     given = features(8, 4)
     given[3, 1], given[5, 0] = float("nan"), float("inf")
     sums = FeatureSums(4)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(
+        ValueError, match=r"^FID: NaN or infinite for 2 of 8 images \(prompts 417, 901\)\. A score is of"
+    ):
         sums.update(given, ids=[11, 12, 13, 417, 15, 901, 17, 18])
-    assert str(caught.value) == (
-        "FID: NaN or infinite for 2 of 8 images (prompts 417, 901). A score is of finite values only. Look at these images: "
-        "a model that has diverged makes them."
-    )
     with pytest.raises(ValueError, match=r"\(rows of the batch 3, 5\)"):
         sums.update(given)
     with pytest.raises(ValueError, match=r"\(prompts 0, 1, 2, 3, 4 and 3 more\)"):
@@ -165,26 +120,27 @@ def test_features_that_are_not_finite_name_their_prompts():
 @pytest.mark.filterwarnings("ignore:.*was called before.*:UserWarning")
 @pytest.mark.parametrize("num", [0, 1])
 def test_statistics_of_less_than_two_images_are_refused(num):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"^FID: {num} images were given. A covariance needs 2 at least."):
         statistics(features(num, 4)) if num else FeatureSums(4).compute()
-    assert str(caught.value) == f"FID: {num} images were given. A covariance needs 2 at least. Generate more."
 
 
-def test_too_few_images_for_a_covariance_are_warned_of():
+def test_too_few_images_for_a_covariance_are_a_warning():
     assert covariance_warning(2049, 2048) is None and covariance_warning(None, 2048) is None
-    assert covariance_warning(2048, 2048) == (
-        "2,048 images for 2,048 features: the covariance is singular (rank 2,047 at most) and FID comes out too high. "
-        "Compare with figures of as many images only, or take many more than 2,048."
+    said = (
+        "2,048 images for 2,048 features: the covariance is singular (rank 2,047 at most) and FID comes out too high."
     )
+    assert covariance_warning(2048, 2048).startswith(said)
 
 
 # --- distance ---
 
 
-def test_distance_equals_pytorch_fid():
-    a, b = statistics(features(600, 64, seed=1)), statistics(features(700, 64, seed=2))
+def test_distance_equals_pytorch_fid_and_torchmetrics():
+    given = features(600, 64, seed=1), features(700, 64, seed=2)
+    a, b = map(statistics, given)
     assert frechet_distance(a, b) == pytest.approx(pytorch_fid(a, b), rel=1e-9)
     assert frechet_distance(a, b) == pytest.approx(frechet_distance(b, a), rel=1e-12)
+    assert frechet_distance(a, b) == pytest.approx(torchmetrics_fid(*given), rel=1e-8)
 
 
 def torchmetrics_fid(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -198,11 +154,6 @@ def torchmetrics_fid(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(metric.compute())
 
 
-def test_distance_equals_torchmetrics():
-    a, b = features(600, 64, seed=1), features(700, 64, seed=2)
-    assert frechet_distance(statistics(a), statistics(b)) == pytest.approx(torchmetrics_fid(a, b), rel=1e-8)
-
-
 def test_distance_is_the_closed_form_for_covariances_that_commute():
     """|m_a - m_b|^2 + sum (sqrt(a_i) - sqrt(b_i))^2 for eigenvalues a, b of common eigenvectors, some of them 0."""
     generator = torch.Generator().manual_seed(0)
@@ -214,11 +165,6 @@ def test_distance_is_the_closed_form_for_covariances_that_commute():
         of_a, of_b = ((vectors * values) @ vectors.T for values in (a, b))
         found = frechet_distance(Statistics(mean, (of_a + of_a.T) / 2), Statistics(0 * mean, (of_b + of_b.T) / 2))
         assert found == pytest.approx(mean @ mean + ((np.sqrt(a) - np.sqrt(b)) ** 2).sum(), rel=1e-9)
-
-
-def test_distance_of_one_feature_is_that_of_two_numbers():
-    a, b = Statistics(np.array([1.0]), np.array([[4.0]])), Statistics(np.array([3.0]), np.array([[9.0]]))
-    assert frechet_distance(a, b) == pytest.approx((1 - 3) ** 2 + (2 - 3) ** 2, rel=1e-14)
 
 
 @pytest.mark.parametrize(("num_a", "num_b"), [(20, 400), (20, 30), (400, 20), (2, 2)])
@@ -239,30 +185,12 @@ def test_statistics_have_no_distance_to_themselves():
     assert frechet_distance(same, same) == 0
 
 
-def test_the_largest_statistics_of_float32_have_a_distance_and_beyond_there_is_none(tmp_path):
-    largest = Statistics(np.full(2, 3e38), np.diag([1e77, 1e77]))
-    write_statistics(tmp_path / "a.npz", largest, {})
-    distance = frechet_distance(read_statistics(tmp_path / "a.npz"), Statistics(np.zeros(2), np.eye(2)))
-    assert distance == pytest.approx(2 * 3e38**2 + 2e77, rel=1e-6)
-    for mean, variance in ((1e200, 1.0), (0.0, 1e308)):
-        with pytest.raises(ValueError, match="FID: the distance is .*Make these statistics again"):
-            beyond = Statistics(np.full(2, mean), np.diag([variance, variance]))
-            frechet_distance(beyond, beyond._replace(mean=np.zeros(2)))
-
-
-def test_what_is_no_covariance_has_no_distance():
+def test_an_impossible_covariance_and_other_features_have_no_distance():
     fine = Statistics(np.zeros(2), np.eye(2))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^FID: a covariance has the eigenvalue -1, the largest is 3\."):
         frechet_distance(fine, Statistics(np.zeros(2), np.array([[1.0, 2.0], [2.0, 1.0]])))
-    assert str(caught.value) == (
-        "FID: a covariance has the eigenvalue -1, the largest is 3. A covariance has none below 0. Make these statistics "
-        "again."
-    )
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^FID: statistics of 2 and of 3 features\."):
         frechet_distance(fine, Statistics(np.zeros(3), np.eye(3)))
-    assert str(caught.value) == (
-        "FID: statistics of 2 and of 3 features. Possible: of the same image network. Make both with one."
-    )
 
 
 def synthetic_features(num_images: int, num_features: int, seed: int) -> torch.Tensor:
@@ -300,111 +228,83 @@ def test_statistics_survive_the_file(tmp_path):
 
 
 def test_pytorch_fids_file_is_read(tmp_path):
-    one = statistics(features(30, 6))
-    np.savez_compressed(tmp_path / "theirs.npz", mu=one.mean, sigma=one.covariance.astype(np.float32))
-    found = read_statistics(tmp_path / "theirs.npz")
+    one, path = statistics(features(30, 6)), tmp_path / "theirs.npz"
+    rounded = one.covariance.astype(np.float32)
+    rounded[0, 1] *= 1 + 1e-6  # not quite symmetric
+    np.savez_compressed(path, mu=one.mean, sigma=rounded)
+    found = read_statistics(path)
     np.testing.assert_allclose(found.covariance, one.covariance, atol=1e-6)
     assert found.num_images is None and found.covariance.dtype == np.float64
-    assert read_facts(tmp_path / "theirs.npz") == {}
+    assert np.array_equal(found.covariance, found.covariance.T) and read_facts(path) == {}
 
 
 def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
     one, path = statistics(features(30, 6)), tmp_path / "a.npz"
     write_statistics(path, one, {})
     before = path.read_bytes()
-
-    def full(*_, **__):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(ValueError, match=r"a.npz: is not written: mu has 1 values that are NaN"):
+        write_statistics(path, Statistics(np.array([np.nan]), np.eye(1)), {})
+    monkeypatch.setattr(np, "savez", mock.Mock(side_effect=OSError("No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         write_statistics(path, one, {"extractor": "mine"})
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a.npz"]
 
 
-AGAIN = "Make the file again: python -m prepare.fid_statistics."
-BROKEN = {
-    "other keys": (
-        dict(mean=np.zeros(2), cov=np.eye(2)),
-        f"its arrays are mean, cov. Statistics are mu and sigma. {AGAIN}",
-    ),
-    "other shapes": (
-        dict(mu=np.zeros((1, 2)), sigma=np.eye(2)),
-        f"mu is float64 (1, 2), sigma is float64 (2, 2). Possible: real numbers (D,) and (D, D). {AGAIN}",
-    ),
-    "sigma of other features": (
-        dict(mu=np.zeros(2), sigma=np.eye(3)),
-        f"mu is float64 (2,), sigma is float64 (3, 3). Possible: real numbers (D,) and (D, D). {AGAIN}",
-    ),
-    "texts": (
-        dict(mu=np.array(["a", "b"]), sigma=np.eye(2)),
-        f"mu is <U1 (2,), sigma is float64 (2, 2). Possible: real numbers (D,) and (D, D). {AGAIN}",
-    ),
-    "NaN": (
-        dict(mu=np.array([0.0, np.nan]), sigma=np.eye(2)),
-        f"mu has 1 values that are NaN or infinite. Possible: finite ones. {AGAIN}",
-    ),
-    "infinity": (
-        dict(mu=np.zeros(2), sigma=np.full((2, 2), np.inf)),
-        f"sigma has 4 values that are NaN or infinite. Possible: finite ones. {AGAIN}",
-    ),
-    "not symmetric": (
-        dict(mu=np.zeros(2), sigma=np.array([[1.0, 0.5], [0.4, 1.0]])),
-        f"sigma and its transpose differ by 0.1. A covariance is symmetric. {AGAIN}",
-    ),
-    "a number of images that is none": (
-        dict(mu=np.zeros(2), sigma=np.eye(2), num_images=[3, 4]),
-        f"num_images is int64 (2,). Possible: one whole number. {AGAIN}",
-    ),
-    "another network": (
-        dict(mu=np.zeros(3), sigma=np.eye(3)),
-        "mu is float64 (3,), sigma is float64 (3, 3). The image network gives 2 features. Give the statistics of the same "
-        "network.",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_file_that_holds_no_statistics_is_refused(tmp_path, fault):
-    arrays, text = BROKEN[fault]
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        (
+            dict(mean=np.zeros(2), cov=np.eye(2)),
+            "its arrays are mean, cov. Statistics are mu and sigma. Make the file aga",
+        ),
+        (
+            dict(mu=np.zeros((1, 2)), sigma=np.eye(2)),
+            "mu is float64 (1, 2), sigma is float64 (2, 2). Possible: real numb",
+        ),
+        (
+            dict(mu=np.zeros(2), sigma=np.eye(3)),
+            "mu is float64 (2,), sigma is float64 (3, 3). Possible: real numbers (D",
+        ),
+        (
+            dict(mu=np.array(["a", "b"]), sigma=np.eye(2)),
+            "mu is <U1 (2,), sigma is float64 (2, 2). Possible: real numb",
+        ),
+        (dict(mu=np.array([0.0, np.nan]), sigma=np.eye(2)), "mu has 1 values that are NaN or infinite."),
+        (dict(mu=np.zeros(2), sigma=np.full((2, 2), np.inf)), "sigma has 4 values that are NaN or infinite."),
+        (dict(mu=np.zeros(2), sigma=np.array([[1.0, 0.5], [0.4, 1.0]])), "sigma and its transpose differ by 0.1."),
+        (
+            dict(mu=np.zeros(2), sigma=np.eye(2), num_images=[3, 4]),
+            "num_images is int64 (2,). Possible: one whole number",
+        ),
+        (
+            dict(mu=np.zeros(3), sigma=np.eye(3)),
+            "mu is float64 (3,), sigma is float64 (3, 3). The image network gives 2",
+        ),
+    ],
+)
+def test_a_file_that_holds_no_statistics_is_refused(tmp_path, arrays, text):
     path = tmp_path / "a.npz"
     np.savez(path, **arrays)
     with pytest.raises(ValueError) as caught:
         read_statistics(path, num_features=2)
-    assert str(caught.value) == f"{path}: {text}"
+    assert str(caught.value).startswith(f"{path}: {text}")
 
 
-def test_float32_rounding_is_no_fault(tmp_path):
-    np.savez(tmp_path / "a.npz", mu=np.zeros(2), sigma=np.array([[1.0, 0.5], [0.5 + 1e-6, 1.0]]))
-    covariance = read_statistics(tmp_path / "a.npz").covariance
-    assert np.array_equal(covariance, covariance.T)
-
-
-def test_what_is_no_npz_is_refused(tmp_path):
+def test_a_file_that_is_no_npz_is_refused(tmp_path):
     np.savez(tmp_path / "pickled.npz", mu=np.array([print], dtype=object), sigma=np.eye(2))
     (tmp_path / "text.npz").write_text("<html>404</html>")
-    (tmp_path / "empty.npz").touch()
-    whole = tmp_path / "whole.npz"
-    np.savez(whole, mu=np.zeros(2), sigma=np.eye(2))
-    (tmp_path / "cut.npz").write_bytes(whole.read_bytes()[:-100])
-    np.save(tmp_path / "array.npy", np.eye(2))
+    np.savez(tmp_path / "cut.npz", mu=np.zeros(2), sigma=np.eye(2))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-100])
     with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         array = io.BytesIO()
         np.save(array, np.zeros(2**18))
         for number in range(129):
             archive.writestr(f"{number}.npy", array.getvalue())
-    for name in ("a.npz", "pickled.npz", "text.npz", "empty.npz", "cut.npz", "array.npy", "bomb.npz"):
+    for name in ("missing.npz", "pickled.npz", "text.npz", "cut.npz", "bomb.npz"):
         with pytest.raises(ValueError) as caught:
             read_statistics(tmp_path / name)
-        begin, end = f"{tmp_path / name}: cannot be read as an .npz (", AGAIN
-        assert str(caught.value).startswith(begin) and str(caught.value).endswith(end)
+        assert str(caught.value).startswith(f"{tmp_path / name}: cannot be read as an .npz (")
     assert "it holds 270,549,120 bytes; at most 268,435,456 are read" in str(caught.value)
-
-
-def test_statistics_that_could_not_be_read_are_not_written(tmp_path):
-    with pytest.raises(ValueError, match=r"a.npz: is not written: mu has 1 values that are NaN"):
-        write_statistics(tmp_path / "a.npz", Statistics(np.array([np.nan]), np.eye(1)), {})
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- Inception ---
@@ -419,16 +319,16 @@ def images(num: int, height: int, width: int) -> torch.Tensor:
     return torch.rand(num, 3, height, width, generator=torch.Generator().manual_seed(height))
 
 
+def full_state() -> dict[str, torch.Tensor]:
+    return fid._random_network().state_dict()
+
+
 def pytorch_fids_network(monkeypatch, state):
     """Its own InceptionV3, its download answered with the given weights."""
     import pytorch_fid.inception as theirs
 
     monkeypatch.setattr(theirs, "load_state_dict_from_url", lambda *_, **__: state)
     return theirs.InceptionV3().eval()
-
-
-def full_state() -> dict[str, torch.Tensor]:
-    return inception._random_network().state_dict()
 
 
 @pytest.mark.slow
@@ -456,7 +356,7 @@ def test_features_are_full_float32_whatever_is_outside(extractor):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_tensorfloat_is_off_while_a_score_is_computed_and_as_before_after_it(allowed):
+def test_tensorfloat_is_off_while_a_score_is_computed_and_restored_after_it(allowed):
     """Set by the old switches, as Composer does it, and seen through them; a mix of both kinds is an error in torch."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
@@ -517,13 +417,13 @@ def test_the_published_file_is_loaded_and_known_by_its_sha1(tmp_path, extractor,
     torch.save({name: tensor for name, tensor in state.items() if "num_batches" not in name}, path)
     with pytest.raises(ValueError) as caught:
         load_inception(path)
-    digest = inception.file_digest(path, "sha1")
+    digest = fid.file_digest(path, "sha1")
     assert str(caught.value) == (
         f"{path}: its SHA-1 is {digest}, that of pt_inception-2015-12-05-6726825d.pth is "
         "bd836944fd6db519dfd8d924aa457f5b3c8357ff. FID is defined by that file alone: fetch it again: python -m "
         "prepare.downloads inception."
     )
-    monkeypatch.setattr(inception, "PUBLISHED_SHA1", digest)
+    monkeypatch.setattr(fid, "PUBLISHED_SHA1", digest)
     loaded = load_inception(str(path), resize="bicubic256")
     assert (loaded.name, loaded.fingerprint, loaded.resize) == ("inception-2015-12-05", digest, "bicubic256")
     monkeypatch.setattr(loaded, "resize", "bilinear299")
@@ -532,30 +432,18 @@ def test_the_published_file_is_loaded_and_known_by_its_sha1(tmp_path, extractor,
 
 
 def test_other_weights_files_and_resizes_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^resize: 'lanczos' is not known\. Possible: bilinear299, bicubic256\."):
         load_inception("random", resize="lanczos")
-    assert str(caught.value) == "resize: 'lanczos' is not known. Possible: bilinear299, bicubic256."
     with pytest.raises(ValueError, match="there is no such file"):
         load_inception(tmp_path / "none.pth")
     torch.save({"fc.weight": torch.zeros(2, 2), "other": torch.zeros(1)}, tmp_path / "a.pth")
-    monkeypatch.setattr(inception, "PUBLISHED_SHA1", inception.file_digest(tmp_path / "a.pth", "sha1"))
-    with pytest.raises(ValueError) as caught:
+    monkeypatch.setattr(fid, "PUBLISHED_SHA1", fid.file_digest(tmp_path / "a.pth", "sha1"))
+    faults = r"471 missing .*1 left over .other.*1 of another form .fc.weight is .2, 2., not .1008, 2048"
+    with pytest.raises(ValueError, match=f"a.pth: does not fit FID's Inception: {faults}"):
         load_inception(tmp_path / "a.pth")
-    text = str(caught.value)
-    assert (
-        text.startswith(f"{tmp_path / 'a.pth'}: does not fit FID's Inception: 471 missing (")
-        and "1 left over (other)" in text
-    )
-    assert text.endswith("1 of another form (fc.weight is (2, 2), not (1008, 2048)). Give the weights of that network.")
 
 
 # --- commands ---
-
-
-def folder_of_pictures(folder, num=6):
-    for number in range(num):
-        (folder / f"{number}.jpg").write_bytes(picture(number, (40 + number % 2 * 8, 48)))
-    return folder
 
 
 class Small:
@@ -572,15 +460,15 @@ class Small:
 
 def test_the_command_makes_statistics_of_a_folder(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fid_statistics, "load_inception", lambda weights, resize: Small())
-    folder = tmp_path / "pictures"
+    folder, out = tmp_path / "images", tmp_path / "out.npz"
     folder.mkdir()
-    folder_of_pictures(folder)
-    out = tmp_path / "out.npz"
+    for number in range(6):
+        (folder / f"{number}.jpg").write_bytes(picture(number, (40 + number % 2 * 8, 48)))
     words = [str(folder), str(out), "inception=random", "image_size=32", "batch_size=4"]
     assert fid_statistics.main(words) == 0
-    said = capsys.readouterr()
-    assert said.out == f"statistics of 6 images, 12 features of quarters: {out}\n"
-    assert "FOLDER: 6 images for 12 features: the covariance is singular (rank 5 at most)" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == f"statistics of 6 images, 12 features of quarters: {out}\n"
+    assert "FOLDER: 6 images for 12 features: the covariance is singular (rank 5 at most)" in printed.err
     rows = []
     for path in sorted(folder.iterdir()):
         pixels = np.array(Image.open(path).convert("RGB").resize((32, 32), Image.Resampling.BICUBIC))
@@ -592,54 +480,34 @@ def test_the_command_makes_statistics_of_a_folder(tmp_path, capsys, monkeypatch)
     assert read_facts(out) == facts
 
     assert fid_statistics.main(words) == 2
-    assert capsys.readouterr().err == f"OUT: {out} exists. Give another name, remove it, or say overwrite=true.\n"
+    assert capsys.readouterr().err.startswith(
+        f"OUT: {out} exists. Give another name, remove it, or say overwrite=true."
+    )
     (folder / "3.jpg").write_bytes(b"broken")
     before = out.read_bytes()
     assert fid_statistics.main([*words, "overwrite=true"]) == 1
-    said = capsys.readouterr().err
-    assert f"{folder / '3.jpg'}: cannot be read as an image" in said and out.read_bytes() == before
-    (folder / "3.jpg").write_bytes(picture(3))
-    (folder / "notes.txt").touch()
+    assert f"{folder / '3.jpg'}: cannot be read as an image" in capsys.readouterr().err and out.read_bytes() == before
+    (folder / "3.jpg").rename(folder / "notes.txt")
     assert fid_statistics.main([*words, "overwrite=true"]) == 0
     assert capsys.readouterr().out.endswith("; files that are no images by their suffixes: 1, e.g. notes.txt\n")
-    (folder / "notes.txt").unlink()
-    (folder / "3.jpg").unlink()
-    assert fid_statistics.main([*words, "overwrite=true"]) == 0
     assert read_statistics(out).num_images == 5
 
 
-def test_the_command_says_everything_that_is_wrong(tmp_path, capsys):
-    assert fid_statistics.main([]) == 2
-    assert fid_statistics.main(["--help"]) == 0
-    assert "python -m prepare.fid_statistics FOLDER OUT.npz" in capsys.readouterr().out
+def test_the_command_reports_everything_that_is_wrong(tmp_path, capsys):
     assert fid_statistics.main([str(tmp_path), str(tmp_path / "out.npy"), "batch_size=0", "image_siz=3"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
+    begins = [
         "command line: batch_size is 0. Possible: 1 to 65,536.",
         "command line: unknown key 'image_siz'. Did you mean 'image_size'?",
-        "inception: not given. Give the path of pt_inception-2015-12-05-6726825d.pth, or random for a trial.",
-        f"FOLDER: {tmp_path}: no image among its 0 entries. Give a folder with images (.jpg, .jpeg, .png, .webp, "
-        ".avif, .bmp, .tif, .tiff, .gif).",
+        f"FOLDER: {tmp_path}: no image among its 0 entries. Give a folder with images (.jpg, ",
         f"OUT: {tmp_path / 'out.npy'} does not end in .npz. Give a name that does.",
     ]
-    assert fid_statistics.main(["inception=random"]) == 2
-    assert "command line: FOLDER and OUT.npz have to be given." in capsys.readouterr().err
+    for line, begin in zip(capsys.readouterr().err.splitlines(), begins, strict=True):
+        assert line.startswith(begin)
     (tmp_path / "a.png").write_bytes(picture(1, kind="PNG"))
-    assert fid_statistics.main([str(tmp_path), str(tmp_path / "no" / "out.npz"), "inception=random"]) == 2
-    assert capsys.readouterr().err == f"OUT: there is no folder {tmp_path / 'no'}. Make it first.\n"
-    assert fid_statistics.main([str(tmp_path), str(tmp_path / "out.npz"), "inception=/none.pth"]) == 2
-    assert capsys.readouterr().err.startswith("inception: /none.pth: there is no such file.")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120, func_only=True)
-def test_the_command_makes_statistics_with_inception(tmp_path, capsys, extractor):
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    folder_of_pictures(folder, num=4)
-    out = tmp_path / "out.npz"
-    assert fid_statistics.main([str(folder), str(out), "inception=random", "batch_size=3"]) == 0
-    rows = [
-        torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1)[None] / 255 for path in sorted(folder.iterdir())
-    ]
-    expected = numpy_statistics(torch.cat([extractor(row) for row in rows]))
-    np.testing.assert_allclose(read_statistics(out, 2048).covariance, expected.covariance, atol=1e-7)
+    for words, text in (
+        (["inception=random"], "command line: FOLDER and OUT.npz have to be given."),
+        ([str(tmp_path), f"{tmp_path}/no/out.npz", "inception=random"], f"OUT: there is no folder {tmp_path}/no."),
+        ([str(tmp_path), f"{tmp_path}/out.npz", "inception=/none.pth"], "inception: /none.pth: there is no such file."),
+    ):
+        assert fid_statistics.main(words) == 2
+        assert capsys.readouterr().err.startswith(text)

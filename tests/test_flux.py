@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from families import load_family, pipeline_files
+from families.encoders import ModelConfig, weights_problems
+from families.flux import draw_mlperf_weights
+from families.objectives import ObjectiveConfig, RectifiedFlow, shift_times
+from families.packing import pack, token_positions, unpack
+from families.sampling import build_scheduler, sample, sampling_problems
 from model import LatentDiffusion, build_model
-from weights.clip_text import TextModel
-from weights.t5_text import T5Tokenizer
-from weights.tensors import on_meta
-from zoo import load_family, tokenizer_files
-from zoo.encoders import weights_problems
-from zoo.flux import draw_weights_of_mlperf
-from zoo.model_config import ModelConfig
-from zoo.objectives import ObjectiveConfig, RectifiedFlow, shifted
-from zoo.packing import pack, places, unpack
-from zoo.sampling import build_scheduler, sample, sampling_problems
+from weights.encoder_networks import ClipTextModel, T5Tokenizer
+from weights.tensors import build_on_meta
 
 SIZE = (96, 64)
 CAPTIONS = ["a red circle", "word " * 300]
@@ -28,20 +27,15 @@ def num_parameters(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def tiny(variant: str, **of_objective: object) -> LatentDiffusion:
-    model = build_model(
-        ModelConfig("flux", "tiny", variant, weights="random"),
-        ObjectiveConfig(**of_objective),
-        size=SIZE,
-        normalize="symmetric",
-        seed=0,
-    )
+def tiny(variant: str, **objective: object) -> LatentDiffusion:
+    config = ModelConfig("flux", "tiny", variant, weights="random")
+    model = build_model(config, ObjectiveConfig(**objective), size=SIZE, normalize="symmetric", seed=0)
     for (
         parameter
-    ) in model.denoiser.parameters():  # the benchmark's last layer begins at zero, which would hide all else
+    ) in model.denoiser.parameters():  # the benchmark's last layer starts at zero, which would hide all else
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.05)
-    return model.place(torch.device("cpu"), "fp32")
+    return model.to_device(torch.device("cpu"), "fp32")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +43,7 @@ def tiny(variant: str, **of_objective: object) -> LatentDiffusion:
 )
 def test_full_flux_has_the_published_number_of_parameters(variant, num):
     family = load_family("flux", "full", variant)
-    parts = {"transformer": on_meta(family.build_denoiser), **on_meta(family.build_encoders)}
+    parts = {"transformer": build_on_meta(family.build_denoiser), **build_on_meta(family.build_encoders)}
     expected = {"transformer": num, "vae": 83_819_683, "text": 123_060_480, "t5": 4_762_310_656}
     assert {name: num_parameters(part) for name, part in parts.items()} == expected
 
@@ -62,12 +56,12 @@ def test_packing_and_places_are_diffusers_own():
     assert torch.equal(packed, FluxPipeline._pack_latents(latents, 2, 16, 8, 12))
     assert torch.equal(unpack(packed, 8, 12), latents)
     theirs = FluxPipeline._prepare_latent_image_ids(2, 4, 6, torch.device("cpu"), torch.float32)
-    assert torch.equal(places(4, 6, torch.device("cpu")), theirs)
+    assert torch.equal(token_positions(4, 6, torch.device("cpu")), theirs)
 
 
 @pytest.mark.parametrize("variant", ["dev", "schnell", "mlperf"])
 def test_images_are_those_of_diffusers_pipeline(variant):
-    """Text states, shift by size, times, guidance, unpacking, VAE: the same noise gives the same picture."""
+    """Text states, shift by size, times, guidance, unpacking, VAE: the same noise gives the same image."""
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
     model, guidance = tiny(variant), 3.5 if variant == "dev" else 1.0
@@ -77,28 +71,14 @@ def test_images_are_those_of_diffusers_pipeline(variant):
     # scheduler_config.json of the published models
     of_dev = dict(use_dynamic_shifting=True, shift=3.0, base_shift=0.5, max_shift=1.15)
     scheduler = FlowMatchEulerDiscreteScheduler(**(of_dev if variant == "dev" else dict(shift=1.0)))
-    pipeline = FluxPipeline(
-        scheduler=scheduler,
-        vae=model.frozen["vae"],
-        text_encoder=None,
-        tokenizer=None,
-        text_encoder_2=None,
-        tokenizer_2=None,
-        transformer=model.denoiser,
-    )
+    parts: dict[str, Any] = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    pipeline = FluxPipeline(scheduler, model.frozen["vae"], transformer=model.denoiser, **parts)
     pipeline.set_progress_bar_config(disable=True)
+    options = dict(num_inference_steps=5, guidance_scale=guidance, width=SIZE[0], height=SIZE[1], output_type="pt")
     with torch.no_grad():
         states = model.family.encode_text(model.frozen, tokens)
-        theirs = pipeline(
-            prompt_embeds=states["text"],
-            pooled_prompt_embeds=states["pooled"],
-            latents=pack(noise),
-            num_inference_steps=5,
-            guidance_scale=guidance,
-            width=SIZE[0],
-            height=SIZE[1],
-            output_type="pt",
-        ).images
+        prompts = dict(prompt_embeds=states["text"], pooled_prompt_embeds=states["pooled"])
+        theirs = pipeline(latents=pack(noise), **prompts, **options).images
     assert made.shape == theirs.shape and float((made - theirs).abs().max()) < 2e-5
 
 
@@ -136,7 +116,7 @@ def test_a_step_is_the_references():
         encoder_hidden_states=states["text"],
         pooled_projections=states["pooled"],
         timestep=batch["times"],
-        img_ids=places(4, 6, torch.device("cpu")),
+        img_ids=token_positions(4, 6, torch.device("cpu")),
         txt_ids=torch.zeros(256, 3),
     ).sample
     theirs = unpack(packed, 8, 12)
@@ -149,7 +129,7 @@ def test_the_benchmarks_weights_are_drawn_as_the_reference_draws_them():
     """Standard deviations of Glorot's rule for the reference's matrices; a query alone would have another one."""
     torch.manual_seed(0)
     transformer = load_family("flux", "tiny", "schnell").build_denoiser()
-    draw_weights_of_mlperf(transformer)
+    draw_mlperf_weights(transformer)
     width = 32
     expected = {
         "x_embedder": (64, width),
@@ -211,19 +191,7 @@ def test_times_are_uniform_or_logit_normal_and_a_shift_moves_them_by_its_law():
     moved = draw(RectifiedFlow(timesteps="logit_normal", shift=3.0)).double()
     # t / (1 - t) is multiplied by the shift: equation 23 of arXiv:2403.03206, solved for the odds
     assert torch.allclose(torch.logit(moved), logits + math.log(3.0), atol=1e-3)
-    assert torch.equal(shifted(torch.tensor([0.0, 1.0]), 3.0), torch.tensor([0.0, 1.0]))
-
-
-def test_a_flow_is_sampled_exactly_where_its_paths_are_straight():
-    """Data in one point: every path is a line, so Euler's method is exact in any number of steps and with any shift."""
-    end, noise = torch.tensor([[2.0, -1.0]]), torch.randn(3, 2)
-
-    def predict(x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-        return (x - end) / times[:, None]  # eps - x_0, since x = (1 - t) x_0 + t eps
-
-    for steps, shift in ((2, 1.0), (7, 3.0)):
-        found = sample(predict, noise, sampler="euler", prediction="flow", steps=steps, shift=shift)
-        assert torch.allclose(found, end.expand(3, 2), atol=1e-5)
+    assert torch.equal(shift_times(torch.tensor([0.0, 1.0]), 3.0), torch.tensor([0.0, 1.0]))
 
 
 def test_more_steps_come_nearer_to_the_exact_flow():
@@ -241,20 +209,15 @@ def test_more_steps_come_nearer_to_the_exact_flow():
     assert errors[0] < 0.3 and errors[1] < errors[0] / 6
 
 
-def test_what_does_not_belong_to_a_flow_is_refused_and_the_other_way_round():
+def test_keys_of_noise_schedules_are_refused_for_a_flow_and_those_of_a_flow_elsewhere():
     flow, steps = load_family("flux", "tiny", "dev").objective, load_family("sd2", "tiny", "stock").objective
     assert ObjectiveConfig().problems(flow) == ObjectiveConfig().problems(steps) == []
-    none, only = (
-        "but a flow has no noise schedule that it could mean",
-        "but only a flow has it (objective.prediction=flow)",
-    )
-    assert ObjectiveConfig(weighting="min_snr", zero_terminal_snr=True).problems(flow) == [
-        ("objective.weighting", f"min_snr, {none}. Leave it out."),
-        ("objective.zero_terminal_snr", f"true, {none}. Leave it out."),
-    ]
+    weighting, terminal = ObjectiveConfig(weighting="min_snr", zero_terminal_snr=True).problems(flow)
+    assert weighting[0] == "objective.weighting" and terminal[0] == "objective.zero_terminal_snr"
+    assert terminal[1] == "true, but a flow has no noise schedule that it could mean. Leave it out."
     assert ObjectiveConfig(timesteps="logit_normal", shift=2.0).problems(steps) == [
-        ("objective.timesteps", f"logit_normal, {only}. Leave it out."),
-        ("objective.shift", f"2.0, {only}. Leave it out."),
+        ("objective.timesteps", "logit_normal, but only a flow has it (objective.prediction=flow). Leave it out."),
+        ("objective.shift", "2.0, but only a flow has it (objective.prediction=flow). Leave it out."),
     ]
     assert sampling_problems("ddim", 50, 1.0, prediction="flow") == [
         ("sampler", "ddim does not sample a flow. Possible: euler.")
@@ -270,12 +233,12 @@ def test_a_diffusers_folder_is_read_with_the_words_of_its_t5(tmp_path):
     model = tiny("schnell")
     model.frozen["vae"].save_pretrained(tmp_path / "vae")
     clip = model.frozen["text"]
-    (clip.text_model if isinstance(clip, TextModel) else clip).save_pretrained(tmp_path / "text_encoder")
+    (clip.text_model if isinstance(clip, ClipTextModel) else clip).save_pretrained(tmp_path / "text_encoder")
     t5 = T5EncoderModel(model.frozen["t5"].config)
     table = model.frozen["t5"].shared.weight
     t5.load_state_dict({**model.frozen["t5"].state_dict(), "encoder.embed_tokens.weight": table})
     t5.save_pretrained(tmp_path / "text_encoder_2")
-    tokenizer_files.save_clip(tmp_path / "tokenizer", tokenizer_files.CLIP_END)
+    pipeline_files.save_clip_tokenizer(tmp_path / "tokenizer", pipeline_files.CLIP_END_TEXT)
 
     found = weights_problems(load_family("flux", "tiny", "schnell"), str(tmp_path))
     assert len(found) == 1 and found[0].startswith(f"tokenizer_2: {tmp_path}/tokenizer_2/tokenizer.json is missing, ")

@@ -15,23 +15,23 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY_RUN
-from test_prepare import rows, skipped
+from test_shards import rows, skipped
 
 import benchmark
+from checkpointing.files import FULL, list_checkpoints, read_checkpoint
 from data import DataConfig, build_data
+from families import load_family
+from families.encoders import FrozenEncoders
+from families.objectives import ObjectiveConfig
+from mds.dataset import read_dataset
+from mds.images import SampleError
+from mds.moments import read_empty_text
 from model import LatentDiffusion
 from prepare import shards
 from prepare.downloads import read_manifest
-from prepare.flux_encodings import as_float16
-from prepare.samples import Row, Sample, Taken
+from prepare.moment_rows import bfloat16_to_float16
+from prepare.samples import Sample, SampleFields, TableRow
 from prepare.sources import Source
-from record.checkpoint_files import FULL, listed, read
-from stages.dataset import read_stage
-from stages.empty_text import read_empty_text
-from stages.images import SampleError
-from zoo import load_family
-from zoo.encoders import FrozenEncoders
-from zoo.objectives import ObjectiveConfig
 
 with_pyarrow = pytest.mark.skipif(
     importlib.util.find_spec("pyarrow") is None, reason="pyarrow: make test-tables has it"
@@ -63,12 +63,12 @@ def preprocessed(preset: str, num: int, *, timestep: bool = False) -> list[dict[
 
 
 def write_empty(folder: Path, preset: str) -> tuple[np.ndarray, np.ndarray]:
-    random, found = np.random.default_rng(4), []
+    random, folder_of = np.random.default_rng(4), {"t5_empty": "t5_encodings", "clip_empty": "clip_encodings"}
     folder.mkdir()
-    for name, array in (("t5_empty", "t5_encodings"), ("clip_empty", "clip_encodings")):
-        found.append(random.normal(0, 1, (1, *SHAPES[preset][array])).astype(np.float16))
-        np.save(folder / f"{name}.npy", found[-1])
-    return found[0], found[1]
+    states = [random.normal(0, 1, (1, *SHAPES[preset][array])).astype(np.float16) for array in folder_of.values()]
+    for name, array in zip(folder_of, states, strict=True):
+        np.save(folder / f"{name}.npy", array)
+    return states[0], states[1]
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,17 @@ class Rows(Source):
     rows: tuple[dict[str, Any], ...]
     name: str = "rows"
 
-    def known_by(self) -> dict[str, Any]:
+    def identify(self) -> dict[str, Any]:
         return {"name": self.name}
 
-    def read(self, taken: Taken | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
+    def read(self, taken: SampleFields | None, folder: Path, ignore: Callable[[str], None]) -> Iterator[Sample]:
         for number, row in enumerate(self.rows):
             files = {name: value for name, value in row.items() if taken is None or name in taken.names}
-            yield Row(str(row.get("__key__") or f"rows/{number}"), files)
+            yield TableRow(str(row.get("__key__") or f"rows/{number}"), files)
 
 
 @pytest.fixture
-def given(monkeypatch, tmp_path) -> Callable[..., int]:
+def make_stage(monkeypatch, tmp_path) -> Callable[..., int]:
     """Makes a stage of rows: prepare.shards, whose source is in memory."""
 
     def make(samples: list[dict[str, Any]], out: Path, *words: str) -> int:
@@ -117,10 +117,10 @@ def references_batch(
 
 def a_batch_is_the_references(out: Path, samples: list[dict[str, Any]], empty: tuple[np.ndarray, np.ndarray]) -> None:
     """Read the stage as a run does, and encode a batch of which one caption is dropped, without an encoder."""
-    family, stage = load_family("flux", "full", "mlperf"), read_stage(str(out))
+    family, stage = load_family("flux", "full", "mlperf"), read_dataset(str(out))
     section = DataConfig(stage="moments", text="stored", remote=str(out), workers=0, shuffle=False)
-    ways = dict(size=(256, 256), device_batch_size=len(samples), device=torch.device("cpu"), seed=0)
-    batch = next(iter(build_data(section, family, **ways).dataloader))
+    options = dict(size=(256, 256), device_batch_size=len(samples), device=torch.device("cpu"), seed=0)
+    batch = next(iter(build_data(section, family, **options).dataloader))
     model = LatentDiffusion(
         family,
         family.build_objective(ObjectiveConfig()),
@@ -130,7 +130,7 @@ def a_batch_is_the_references(out: Path, samples: list[dict[str, Any]], empty: t
         normalize="symmetric",
         caption_dropout=0.0,
         empty_states=read_empty_text(stage),
-    ).place(torch.device("cpu"), "fp32")
+    ).to_device(torch.device("cpu"), "fp32")
     drawn = model.draw({name: batch[name] for name in ("moments", "text", "pooled")}, torch.Generator().manual_seed(1))
     drawn["caption_dropped"] = torch.arange(len(samples)) == 1
     latents, condition = model.encode(drawn)
@@ -143,36 +143,32 @@ def a_batch_is_the_references(out: Path, samples: list[dict[str, Any]], empty: t
     assert torch.equal(batch["text"][0].float(), text[0].half().float())
 
 
-def test_a_batch_from_the_stage_is_the_references_on_the_same_bytes(given, tmp_path):
+def test_a_batch_from_the_stage_is_the_references_on_the_same_bytes(make_stage, tmp_path):
     samples, empty = preprocessed("full", 3), write_empty(tmp_path / "empty", "full")
-    assert given(samples, tmp_path / "out", f"empty={tmp_path / 'empty'}") == 0
+    assert make_stage(samples, tmp_path / "out", f"empty={tmp_path / 'empty'}") == 0
     a_batch_is_the_references(tmp_path / "out", samples, empty)
-    facts = json.loads((tmp_path / "out" / "dataset.json").read_text())
-    wanted = {"stage": "moments", "family": "flux", "preset": "full", "variant": "mlperf", "image_size": [256, 256]}
-    wanted |= {"normalize": "symmetric", "samples": 3, "store_text": True, "precision": "bf16"}
-    assert wanted.items() <= facts.items() and facts["encoders"] == {"vae": None, "text": None, "t5": None}
+    metadata = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    expected = {"stage": "moments", "family": "flux", "preset": "full", "variant": "mlperf", "image_size": [256, 256]}
+    expected |= {"normalize": "symmetric", "samples": 3, "store_text": True, "precision": "bf16"}
+    expected["encoders"] = {"vae": None, "text": None, "t5": None}
+    assert expected.items() <= metadata.items()
 
 
 @with_pyarrow
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "save_to_disk"])
+@pytest.mark.parametrize("kind", ["parquet", "save_to_disk"])
 def test_tables_as_they_are_published_make_that_stage(tmp_path, kind):
     import pyarrow
     import pyarrow.parquet
 
     samples, empty = preprocessed("full", 3, timestep=kind != "parquet"), write_empty(tmp_path / "empty", "full")
-    types = {name: pyarrow.binary() for name in SHAPES["full"]}
-    schema = pyarrow.schema(
-        {"__key__": pyarrow.string(), **types, **({} if kind == "parquet" else {"timestep": pyarrow.int64()})}
-    )
-    table, folder = pyarrow.Table.from_pylist(samples, schema=schema), tmp_path / "in"
+    table, folder = pyarrow.Table.from_pylist(samples), tmp_path / "in"
     folder.mkdir()
     if kind == "parquet":
         pyarrow.parquet.write_table(table, folder / "data_0_0000.parquet")
-    else:
+    else:  # as `datasets` leaves it, with a cache next to it that is no part of it
         path = str(folder / "data-00000-of-00001.arrow")
         with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table)
-    if kind == "save_to_disk":  # as `datasets` leaves it, with a cache beside it that is no part of it
         (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
         (folder / "cache-1.arrow").write_bytes(b"x")
     assert shards.main([str(folder), str(tmp_path / "out"), f"empty={tmp_path / 'empty'}", "workers=1"]) == 0
@@ -180,97 +176,77 @@ def test_tables_as_they_are_published_make_that_stage(tmp_path, kind):
     assert [row.get("timestep") for row in rows(tmp_path / "out")] == ([None] * 3 if kind == "parquet" else [0, 1, 2])
 
 
-def test_samples_that_cannot_be_kept_are_named_with_their_reason(given, tmp_path, capsys):
+def test_samples_that_cannot_be_kept_are_named_with_their_reason(make_stage, tmp_path, capsys):
     good, shapes = preprocessed("tiny", 12), SHAPES["tiny"]
 
-    def with_value(name: str, value: float) -> bytes:
+    def with_value(name: str, value: float) -> dict[str, bytes]:
         values = np.zeros(shapes[name])
         values.flat[-1] = value
-        return npy(bits_of(values))
+        return {name: npy(bits_of(values))}
 
-    broken: list[dict[str, Any]] = [
-        {"t5_encodings": with_value("t5_encodings", 70144.0)},
-        {"mean": with_value("mean", float("inf"))},
-        {"logvar": with_value("logvar", float("nan"))},
-        {"clip_encodings": npy(np.zeros(shapes["clip_encodings"], np.float32))},
-        {"mean": npy(np.zeros((4, 8, 8), np.uint16))},
-        {"mean": good[0]["mean"][:-1]},
-        {"clip_encodings": None},
-        {"clip_encodings": b"?"},
-        {"logvar": npy(np.array([{}], object))},
-        {"__key__": good[0]["__key__"]},
+    broken: list[tuple[dict[str, Any], str]] = [
+        (with_value("t5_encodings", 70144.0), "t5_encodings have numbers beyond 65,504, the largest one of float16"),
+        (with_value("mean", float("inf")), "mean are not finite"),
+        (with_value("logvar", float("nan")), "logvar are not finite"),
+        ({"clip_encodings": npy(np.zeros(shapes["clip_encodings"], np.float32))}, "clip_encodings are not uint16"),
+        ({"mean": npy(np.zeros((4, 8, 8), np.uint16))}, "mean of another shape than (16, 8, 8)"),
+        ({"mean": good[0]["mean"][:-1]}, "mean are no whole .npy array"),
+        ({"clip_encodings": None}, "missing clip_encodings"),
+        ({"logvar": npy(np.array([{}], object))}, "logvar are no whole .npy array"),
+        ({"__key__": good[0]["__key__"]}, "duplicate key"),
     ]
-    samples = [{**sample, **change} for sample, change in zip(good[1:], broken, strict=False)]
-    assert given([good[0], *samples, good[-1]], tmp_path / "out") == 0
+    samples = [{**sample, **changes} for sample, (changes, _) in zip(good[1:], broken, strict=False)]
+    assert make_stage([good[0], *samples, good[-1]], tmp_path / "out") == 0
     assert [row["key"] for row in rows(tmp_path / "out")] == ["00000", "00011"]
-    assert [reason for _, _, reason in skipped(tmp_path / "out" / "skipped.jsonl")] == [
-        "t5_encodings have numbers beyond 65,504, the largest one of float16",
-        "mean are not finite",
-        "logvar are not finite",
-        "clip_encodings are not uint16",
-        "mean of another shape than (16, 8, 8)",
-        "mean are no whole .npy array",
-        "missing clip_encodings",
-        "clip_encodings are no whole .npy array",
-        "logvar are no whole .npy array",
-        "duplicate key",
-    ]
-    said = capsys.readouterr()
-    assert "found 12 samples, wrote 2, skipped 10 (" in said.out
-    assert (
-        "empty: not given. A run that drops captions encodes the empty text, and has to build T5 for that." in said.err
-    )
+    reasons = [reason for _, _, reason in skipped(tmp_path / "out" / "skipped.jsonl")]
+    assert reasons == [reason for _, reason in broken]
+    message = "empty: not given. A run that drops captions encodes the empty text, and has to build T5 for that."
+    assert message in capsys.readouterr().err
 
 
 def test_every_bfloat16_is_kept_exactly_or_to_float16s_smallest_step_or_refused():
     bits = np.arange(2**16, dtype=np.uint16)
     values = torch.from_numpy(bits.copy()).view(torch.bfloat16).float().numpy()
     held = np.abs(values) <= 65504  # False for nan too
-    kept = as_float16(npy(bits[held]), (int(held.sum()),), "x").astype(np.float32)
+    stored = bfloat16_to_float16(npy(bits[held]), (int(held.sum()),), "x").astype(np.float32)
     normal = np.abs(values[held]) >= 2**-14
-    assert np.array_equal(kept[normal], values[held][normal])
-    assert np.abs(kept - values[held])[~normal].max() <= 2**-25
+    assert np.array_equal(stored[normal], values[held][normal])
+    assert np.abs(stored - values[held])[~normal].max() <= 2**-25
     for one in bits[~held][::97]:
         with pytest.raises(SampleError, match="^x (have numbers beyond 65,504|are not finite)"):
-            as_float16(npy(np.array([one])), (1,), "x")
+            bfloat16_to_float16(npy(np.array([one])), (1,), "x")
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "text"),
+    ("change", "word", "message"),
     [
-        ({"mean": None, "__key__": None}, [], "rows has no column mean, __key__. MLPerf's preprocessed samples have"),
-        (
-            {"t5_encodings": npy(np.zeros((256, 5), np.uint16))},
-            [],
-            "rows has arrays of other shapes than FLUX.1's: mean",
-        ),
+        ({"mean": None, "__key__": None}, None, "rows has no column mean, __key__. MLPerf's preprocessed samples have"),
+        ({"t5_encodings": npy(np.zeros((256, 5), np.uint16))}, None, "rows has arrays of other shapes than FLUX.1's: "),
         (
             {"mean": b"?"},
-            [],
-            "rows has no sample that can be read: mean are no whole .npy array. Possible: as MLPerf's",
+            None,
+            "rows has no sample that can be read: mean are no whole .npy array. Possible: as MLPerf",
         ),
         (
             {},
-            ["empty=/nowhere"],
+            "empty=/nowhere",
             "empty: /nowhere/t5_empty.npy cannot be read: No such file or directory. Give the folder",
         ),
-        ({}, ["min_side_px=3"], "rows: holds moments, for which there are no filters and no other names."),
+        (
+            {},
+            "empty={tmp}/empty",
+            "empty: {tmp}/empty/clip_empty.npy: its numbers are not float16. Give the file that ",
+        ),
+        ({}, "min_side_px=3", "rows: holds moments, for which there are no filters and no other names."),
     ],
 )
-def test_what_cannot_be_begun_is_refused(given, tmp_path, capsys, change, words, text):
-    changed = [{**sample, **change} for sample in preprocessed("tiny", 2)]
-    samples = [{name: value for name, value in sample.items() if value is not None} for sample in changed]
-    assert given(samples, tmp_path / "out", *words) == 2
-    assert capsys.readouterr().err.startswith(text) and not (tmp_path / "out").exists()
-
-
-def test_an_empty_text_of_another_kind_is_refused(given, tmp_path, capsys):
+def test_samples_that_are_not_mlperfs_are_refused(make_stage, tmp_path, capsys, change, word, message):
     write_empty(tmp_path / "empty", "tiny")
     np.save(tmp_path / "empty" / "clip_empty.npy", np.zeros((1, 8), np.float32))
-    assert given(preprocessed("tiny", 2), tmp_path / "out", f"empty={tmp_path / 'empty'}") == 2
-    at = tmp_path / "empty" / "clip_empty.npy"
-    said = f"empty: {at}: its numbers are not float16. Give the file that MLPerf's reference publishes.\n"
-    assert capsys.readouterr().err == said
+    changed = [{**sample, **change} for sample in preprocessed("tiny", 2)]
+    samples = [{name: value for name, value in sample.items() if value is not None} for sample in changed]
+    assert make_stage(samples, tmp_path / "out", *([word.format(tmp=tmp_path)] if word else [])) == 2
+    assert capsys.readouterr().err.startswith(message.format(tmp=tmp_path)) and not (tmp_path / "out").exists()
 
 
 # --- runs ---
@@ -280,27 +256,31 @@ OF_RUN = ["model.family=flux", "model.variant=mlperf", "data.stage=moments", "da
 
 def run(tmp_path: Path, name: str, *words: str) -> int:
     of_tiny = [word for word in TINY_RUN if not word.startswith(("model.", "image_size", "run_name", "data."))]
-    given = ["model.preset=tiny", *OF_RUN, "image_size=64", "max_duration=2ba", "global_batch_size=4"]
-    return benchmark.main([*of_tiny, *given, f"run_name={name}", f"run_folder={tmp_path}", *words])
+    words_of_run = ["model.preset=tiny", *OF_RUN, "image_size=64", "max_duration=2ba", "global_batch_size=4"]
+    return benchmark.main([*of_tiny, *words_of_run, f"run_name={name}", f"run_folder={tmp_path}", *words])
 
 
-def test_a_run_from_preprocessed_samples_builds_no_encoder(given, tmp_path, capsys, monkeypatch):
+def test_a_run_from_preprocessed_samples_builds_no_encoder(make_stage, tmp_path, capsys, monkeypatch):
     """Not even with captions dropped: half of them here. What the plan says it takes has no encoder either."""
-    monkeypatch.setattr("model.build_encoders", lambda *given: pytest.fail("an encoder was built"))
+    monkeypatch.setattr("model.build_encoders", lambda *_: pytest.fail("an encoder was built"))
     write_empty(tmp_path / "empty", "tiny")
-    assert given(preprocessed("tiny", 8), tmp_path / "stage", f"empty={tmp_path / 'empty'}") == 0
+    assert make_stage(preprocessed("tiny", 8), tmp_path / "stage", f"empty={tmp_path / 'empty'}") == 0
     words = [f"data.remote={tmp_path / 'stage'}", "objective.caption_dropout=0.5"]
     assert run(tmp_path, "a", *words) == 0, capsys.readouterr().err
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["batches"] == 2
     capsys.readouterr()
     assert run(tmp_path, "b", *words, "--print_config") == 0
     assert " trained, 0 frozen\n" in capsys.readouterr().out
+    file = tmp_path / "stage" / "empty_text.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert run(tmp_path, "c", *words) == 2
+    assert capsys.readouterr().err.startswith(f"{file} is damaged: its xxh64 is ")
 
 
 @pytest.mark.slow
-def test_the_path_of_the_docs_runs_with_tiny_samples(given, tmp_path, monkeypatch, capsys):
+def test_the_path_of_the_docs_runs_with_tiny_samples(make_stage, tmp_path, monkeypatch, capsys):
     """docs/mlperf.md: from the folders of its downloads to a recipe, which is changed in its sizes and speed alone."""
-    monkeypatch.setattr("model.build_encoders", lambda *given: pytest.fail("an encoder was built"))
+    monkeypatch.setattr("model.build_encoders", lambda *_: pytest.fail("an encoder was built"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "datasets").mkdir()
     write_empty(Path(GROUPS["flux_empty"].folder), "tiny")
@@ -311,7 +291,7 @@ def test_the_path_of_the_docs_runs_with_tiny_samples(given, tmp_path, monkeypatc
         samples = preprocessed("tiny", 16, timestep="coco" in source)
         for sample in samples:
             sample["__key__"] += Path(source).name  # no sample of one is in the other
-        assert given(samples, Path(out), *words) == 0
+        assert make_stage(samples, Path(out), *words) == 0
         made[source] = out
     assert set(made) == {GROUPS[name].folder for name in ("flux_cc12m", "flux_coco")}
     [recipe] = re.findall(r"composer -n 8 --world_size 64 .* benchmark.py (\S+)", section)
@@ -326,60 +306,41 @@ def test_the_path_of_the_docs_runs_with_tiny_samples(given, tmp_path, monkeypatc
     assert [line["images"] for line in lines if line.get("validation")] == [0, 8, 16]
 
 
-def test_an_encoder_is_built_where_a_run_needs_it(given, tmp_path, capsys):
+def test_an_encoder_is_built_where_a_run_needs_it(make_stage, tmp_path, capsys):
     """Without the empty text's states captions cannot be dropped; without dropout nothing of it is needed."""
-    assert given(preprocessed("tiny", 8), tmp_path / "stage") == 0
-    capsys.readouterr()
-    of_stage = f"data.remote={tmp_path / 'stage'}"
-    assert run(tmp_path, "a", of_stage) == 2
-    assert capsys.readouterr().err.startswith("model.weights: not given. Real data need encoders, and the preset tiny")
-    assert run(tmp_path, "b", of_stage, "objective.caption_dropout=0") == 0, capsys.readouterr().err
-    assert run(tmp_path, "c", of_stage, "data.text=encoded", "model.weights=random") == 2
-    said = f"data.text: encoded, but the stage at {tmp_path / 'stage'} has text states and no tokens. Use data.text=stored.\n"
-    assert capsys.readouterr().err.endswith(said)
 
+    def refusal(*words: str) -> str:
+        capsys.readouterr()
+        assert run(tmp_path, "a", f"data.remote={tmp_path / 'stage'}", *words) == 2
+        return capsys.readouterr().err
 
-def test_a_damaged_empty_text_is_named(given, tmp_path, capsys):
-    write_empty(tmp_path / "empty", "tiny")
-    assert given(preprocessed("tiny", 8), tmp_path / "stage", f"empty={tmp_path / 'empty'}") == 0
-    file = tmp_path / "stage" / "empty_text.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    capsys.readouterr()
-    assert run(tmp_path, "a", f"data.remote={tmp_path / 'stage'}") == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"{file} is damaged: its xxh64 is ") and said.endswith(" Copy it anew.\n")
-
-
-def test_a_run_resumes_where_only_one_of_its_starts_needs_the_encoders(given, tmp_path, capsys):
-    """Pictures may be asked for later, or no longer: which keys allow that is in resume.MAY_CHANGE."""
-    write_empty(tmp_path / "empty", "tiny")
-    assert given(preprocessed("tiny", 8), tmp_path / "stage", f"empty={tmp_path / 'empty'}") == 0
-    (tmp_path / "prompts.txt").write_text("a red square\n")
-    of_stage = [f"data.remote={tmp_path / 'stage'}", "save.every_images=8", "model.weights=random"]
-    drawn = ["samples.every_images=8", f"samples.prompts={tmp_path / 'prompts.txt'}", "eval.steps=2"]
-    for name, ways in (("a", ([], drawn, [])), ("b", (drawn, [], drawn))):
-        for number, words in enumerate(ways, 1):
-            assert run(tmp_path, name, *of_stage, *words, f"max_duration={2 * number}ba") == 0, capsys.readouterr().err
-            capsys.readouterr()
-        assert json.loads((tmp_path / name / "summary.json").read_text())["batches"] == 6
-        identity = read(listed(tmp_path / name / "checkpoints", FULL)[0])["identity"]
-        assert {"encoders.vae", "encoders.text", "encoders.t5"} <= identity.keys()
-
-
-def test_stages_of_other_encoders_are_refused_without_an_encoder_too(given, tmp_path, capsys):
-    """Their fingerprints are compared with one another, where there is no encoder to compare them with."""
-    for name, digest in (("train", "1" * 32), ("held_out", "2" * 32)):
-        samples = preprocessed("tiny", 18)
-        assert given(samples[:8] if name == "train" else samples[8:], tmp_path / name) == 0
-        facts = json.loads((tmp_path / name / "dataset.json").read_text())
-        facts["encoders"]["vae"] = digest
-        (tmp_path / name / "dataset.json").write_text(json.dumps(facts))
-    words = [f"data.remote={tmp_path / 'train'}", f"validation.remote={tmp_path / 'held_out'}"]
-    capsys.readouterr()
-    assert run(tmp_path, "a", *words, "validation.every_images=8", "objective.caption_dropout=0") == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
+    samples = preprocessed("tiny", 18)
+    assert make_stage(samples[:8], tmp_path / "stage") == make_stage(samples[8:], tmp_path / "held_out") == 0
+    assert refusal().startswith("model.weights: not given. Real data need encoders, and the preset tiny")
+    no_dropout = "objective.caption_dropout=0"
+    assert run(tmp_path, "b", f"data.remote={tmp_path / 'stage'}", no_dropout) == 0, capsys.readouterr().err
+    message = f"data.text: encoded, but the stage at {tmp_path / 'stage'} has text states and no tokens. "
+    assert message in refusal("data.text=encoded", "model.weights=random")
+    for name, digest in (("stage", "1" * 32), ("held_out", "2" * 32)):
+        metadata = json.loads((tmp_path / name / "dataset.json").read_text())
+        metadata["encoders"]["vae"] = digest
+        (tmp_path / name / "dataset.json").write_text(json.dumps(metadata))
+    text = refusal(f"validation.remote={tmp_path / 'held_out'}", "validation.every_images=8", no_dropout)
+    assert text.splitlines()[-1] == (
         f"validation.remote: the vae of {tmp_path / 'held_out'} has the fingerprint {'2' * 32}, that of "
-        f"{tmp_path / 'train'} {'1' * 32}. Give stages that were made with the same encoders."
+        f"{tmp_path / 'stage'} {'1' * 32}. Give datasets that were made with the same encoders."
     )
+
+
+def test_a_run_resumes_where_only_one_of_its_starts_needs_the_encoders(make_stage, tmp_path, capsys):
+    """Sample images may be asked for later, or no longer: which keys allow that is in resume.MAY_CHANGE."""
+    write_empty(tmp_path / "empty", "tiny")
+    assert make_stage(preprocessed("tiny", 8), tmp_path / "stage", f"empty={tmp_path / 'empty'}") == 0
+    (tmp_path / "prompts.txt").write_text("a red square\n")
+    words = [f"data.remote={tmp_path / 'stage'}", "save.every_images=8", "model.weights=random"]
+    drawn = ["samples.every_images=8", f"samples.prompts={tmp_path / 'prompts.txt'}", "eval.steps=2"]
+    for number, more in enumerate(([], drawn, []), 1):
+        assert run(tmp_path, "a", *words, *more, f"max_duration={2 * number}ba") == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["batches"] == 6
+    identity = read_checkpoint(list_checkpoints(tmp_path / "a" / "checkpoints", FULL)[0])["identity"]
+    assert {"encoders.vae", "encoders.text", "encoders.t5"} <= identity.keys()

@@ -25,15 +25,14 @@ from hypothesis import strategies as st
 
 import config as configuration
 import eval as evaluation
-from cli.command_line import parse_command_line
-from cli.errors import ConfigError
+from common.command_line import parse_command_line
+from common.errors import ConfigError
 from config import load, schema_keys, to_yaml
-from preflight.run import quick_problems, wanted_of_stage
+from evaluation.sources import EvalSource
+from mds import dataset as stage
+from preflight.config_checks import expected_metadata, quick_problems
 from prepare import adopt, fid_statistics, latents, look, shards
-from stages import dataset as stage
-from training import eval_keys
-from training.places import Place
-from training.run_config import ALIASES, RunConfig, resolve
+from training.config import ALIASES, RunConfig, resolve
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
 SEED = os.environ.get("FUZZ_SEED")
@@ -54,12 +53,14 @@ def fitting(hint: Any) -> st.SearchStrategy[str]:
     """Values that a key of this type takes, most of them also within its limits."""
     kinds = (hint, *typing.get_args(hint))
     choices = [str(choice) for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)]
-    fits = [st.sampled_from(choices)] if choices else []
-    fits += [st.integers(-2, 1000).map(str)] if int in kinds or hint is Any else []
-    fits += [st.floats(allow_nan=False).map(repr), st.sampled_from(("0.1", "1", "1e-4"))] if float in kinds else []
-    fits += [st.sampled_from(("true", "false"))] if bool in kinds else []
-    fits += [st.sampled_from((*PATHS, *DURATIONS, "tiny", "sd2", "ddim", "v"))] if str in kinds else []
-    return st.one_of(*fits, st.sampled_from(("null", "[64, 64]", "[0.9, 0.99]")))
+    by_type = {
+        int: ("-2", "0", "1", "8", "1000"),
+        float: ("0.1", "1", "1e-4", "-3.5", "1e300"),
+        bool: ("true", "false"),
+        str: (*PATHS, *DURATIONS, "tiny", "sd2", "ddim", "v"),
+    }
+    values = [value for kind in kinds for value in by_type.get(kind, ())]
+    return st.sampled_from((*choices, *values, "null", "[64, 64]", "[0.9, 0.99]"))
 
 
 @functools.cache
@@ -74,27 +75,15 @@ def named(schema: type) -> st.SearchStrategy[str]:
 @functools.cache
 def unnamed(schema: type) -> st.SearchStrategy[str]:
     """A word without a key of this schema: misspelt, a flag, or neither."""
-    return st.one_of(
-        st.builds(
-            lambda key, at, odd: f"{key[:at]}{odd}{key[at:]}=1",
-            st.sampled_from(sorted(schema_keys(schema))),
-            st.integers(0, 9),
-            ODD,
-        ),
-        st.builds("--{}={}".format, st.sampled_from((*sorted(ALIASES), "batchsize", "")), ODD),
-        st.sampled_from(
-            (*(f"--{name}" for name in ALIASES), "--print_config", "--", "-x", "=", "=1", "a.yaml", "FILE.yml")
-        ),
-        st.builds("{}={}".format, ODD, ODD),
-        ODD,
+    keys, flags = sorted(schema_keys(schema)), (*(f"--{name}" for name in ALIASES), "--print_config", "--batchsize")
+    misspelt = st.builds(
+        lambda key, at, odd: f"{key[:at]}{odd}{key[at:]}=1", st.sampled_from(keys), st.integers(0, 9), ODD
     )
+    words = st.sampled_from((*flags, "--", "-x", "=", "=1", "a.yaml", "FILE.yml"))
+    return st.one_of(misspelt, st.builds("{}={}".format, st.one_of(st.sampled_from(flags), ODD), ODD), words, ODD)
 
 
-TREES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(NUMBERS[:20])),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
-    max_leaves=5,
-)
+ANY_VALUE = st.sampled_from((None, True, 3, 1.5, "a: b", [1, "a"], {"a": [0]}))
 SLIPS = ("\t", "  ", "\n", "[", "]", "{", ":", "- ", "&a ", "*a", "\x00", "\ufeff", "#", "|\n", "'", "${", "---\n")
 FILES = ["a: &a\n  b: *a\n", "", "- a\n", "3\n", "---\n---\n"]
 FILES += [path.read_text() for path in sorted((ROOT / "yamls").glob("*.yaml"))]
@@ -102,7 +91,7 @@ FILES += [path.read_text() for path in sorted((ROOT / "yamls").glob("*.yaml"))]
 
 @st.composite
 def yaml_files(draw: st.DrawFn, schema: type) -> bytes:
-    """A file as it is meant, or with slips: cut, flipped, a line twice, letters that have no place there."""
+    """A file as it is meant, or with slips: cut, flipped, a line twice, misplaced letters."""
     if draw(st.booleans()):
         text = draw(st.sampled_from(FILES))
     else:
@@ -113,7 +102,7 @@ def yaml_files(draw: st.DrawFn, schema: type) -> bytes:
             inner = tree
             for section in sections:
                 inner = inner.setdefault(section, {}) if isinstance(inner.get(section, {}), dict) else {}
-            inner[name] = draw(st.one_of(TREES, fitting(schema_keys(schema)[key])))
+            inner[name] = draw(st.one_of(ANY_VALUE, fitting(schema_keys(schema)[key])))
         text = yaml.safe_dump(tree, allow_unicode=True)
     for _ in range(max(0, draw(st.integers(-2, 3)))):
         at, kind = draw(st.integers(0, len(text))), draw(st.sampled_from(("cut", "slip", "twice", "flip", "indent")))
@@ -130,11 +119,12 @@ def yaml_files(draw: st.DrawFn, schema: type) -> bytes:
     return text.encode(encoding, errors="replace")
 
 
-# --- what comes of it ---
+# --- the outcome ---
 
 
 def quick(config: RunConfig) -> list[configuration.Problem]:
-    return quick_problems(config, config.data.problems(config.global_batch_size, *wanted_of_stage(config)))
+    wanted = expected_metadata(config.model, config.data, config.size)
+    return quick_problems(config, config.data.problems(config.global_batch_size, *wanted))
 
 
 def run_of(words: list[str]) -> Any:
@@ -146,9 +136,9 @@ def run_of(words: list[str]) -> Any:
 
 def scored(kind: Literal["run", "images"]) -> Callable[[list[str]], Any]:
     def read(words: list[str]) -> Any:
-        command = parse_command_line(words, ALIASES, takes_places=True)
+        command = parse_command_line(words, ALIASES, takes_arguments=True)
         place = "RUN" if kind == "run" else "IMAGES"
-        return evaluation.read(Place(str(PLACES[place]), PLACES[place], kind), command)
+        return evaluation.read_source_config(EvalSource(str(PLACES[place]), PLACES[place], kind), command)
 
     return read
 
@@ -159,8 +149,8 @@ def command_of(schema: type, check: Callable[[Any], Any] = lambda config: []) ->
 
 COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
     "benchmark": (RunConfig, run_of),
-    "eval run": (eval_keys.EvalCommand, scored("run")),
-    "eval images": (eval_keys.EvalCommand, scored("images")),
+    "eval run": (evaluation.EvalCommand, scored("run")),
+    "eval images": (evaluation.EvalCommand, scored("images")),
     "latents": (latents.LatentsConfig, command_of(latents.LatentsConfig, latents.check)),
     "shards": (shards.ShardsConfig, command_of(shards.ShardsConfig, lambda config: [])),
     "statistics": (
@@ -229,8 +219,8 @@ def is_plain(line: str) -> bool:
     return all(ord(letter) >= 32 for letter in line)
 
 
-def names_a_place(problem: str) -> bool:
-    """True where it begins with what it is about, and goes on."""
+def names_a_key(problem: str) -> bool:
+    """True where it begins with a key or file and a reason follows."""
     where, colon, text = problem.partition(":")
     return bool(colon and where.strip() and text.strip())
 
@@ -262,7 +252,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @seeded
 @settings(ABOUT)
 @given(example=command_lines((*COMMON, *COMMANDS)))
-def test_of_any_command_line_comes_a_configuration_or_problems_in_words(places, example):
+def test_any_command_line_gives_a_configuration_or_readable_problems(places, example):
     name, words, content = example
     words = write_yaml(name, [placed(word) for word in words], content, places)
     printed = io.StringIO()
@@ -273,7 +263,7 @@ def test_of_any_command_line_comes_a_configuration_or_problems_in_words(places, 
         event(f"{name}: refused")
         assert error.problems
         for problem in error.problems:
-            assert is_plain(problem) and names_a_place(problem) and len(problem) < MAX_PROBLEM, repr(problem)
+            assert is_plain(problem) and names_a_key(problem) and len(problem) < MAX_PROBLEM, repr(problem)
     else:
         event(f"{name}: possible")
         (places / "again.yaml").write_text(to_yaml(config))

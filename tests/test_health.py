@@ -1,6 +1,6 @@
 """Runs on two ranks of which one is stopped, slow, wrong or given other words: what the run says, and how it ends.
 
-tests/health_by_hand.py has more of them.
+tests/more_health_runs.py has more of them.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import json
 import signal
 
 import pytest
-from machines import lines_of, machines, said_by, until_trained, words_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoints import newest, same_training
+from two_machines import lines_of, machines, said_by, until_trained, words_of
 
-from record.checkpoint_files import FULL, listed
-from record.metric_names import METRICS
+from checkpointing.files import FULL, list_checkpoints
+from run_folder.metric_names import METRICS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400, func_only=True)]
 
-PROGRAM, SICK = "benchmark.py", "tests/sick_ranks.py"
+PROGRAM, SICK = "benchmark.py", "tests/faulty_ranks.py"
 END = "The run ends on all ranks; the same command resumes it from its last checkpoint.\n"
 
 
@@ -27,9 +27,9 @@ def test_a_rank_that_is_stopped_ends_the_run_and_is_named(tmp_path):
     with machines([PROGRAM, *words], [PROGRAM, *words]) as ranks:
         until_trained(tmp_path / "a", 3, *ranks)
         ranks[1].send_signal(signal.SIGSTOP)
-        [said] = said_by(ranks[0])
-    assert ranks[0].returncode == 1 and "Traceback" not in said, said
-    assert "health.stall_sec: nothing heard of rank 1 (" in said and said.endswith(
+        [output] = said_by(ranks[0])
+    assert ranks[0].returncode == 1 and "Traceback" not in output, output
+    assert "health.stall_sec: nothing heard of rank 1 (" in output and output.endswith(
         f"It is stopped, dead or cut off. {END}"
     )
     assert "training/health.py" in (tmp_path / "a" / "stacks" / "rank00000.txt").read_text()
@@ -38,13 +38,14 @@ def test_a_rank_that_is_stopped_ends_the_run_and_is_named(tmp_path):
 def test_weights_that_differ_stop_the_run_before_they_are_saved(tmp_path):
     words = words_of(tmp_path, "a", "health.digest_every_batches=3", "save.every_images=16", "save.keep=9")
     with machines([SICK, "flip", "1", "5", *words], [SICK, "flip", "1", "5", *words]) as ranks:
-        for rank, said in zip(ranks, said_by(*ranks), strict=True):
-            assert rank.returncode == 1 and "Traceback" not in said, said
-            assert "health.digest_every_batches: after batch 6 the weights of rank 1 (" in said
+        for rank, output in zip(ranks, said_by(*ranks), strict=True):
+            assert rank.returncode == 1 and "Traceback" not in output, output
+            assert "health.digest_every_batches: after batch 6 the weights of rank 1 (" in output
             assert (
-                ", first in denoiser.conv_out.bias; equal after batch 4. The run stops before anything of this " in said
+                ", first in denoiser.conv_out.bias; equal after batch 4. The run stops before anything of this "
+                in output
             )
-    assert [path.name[:20] for path in listed(tmp_path / "a" / "checkpoints", FULL)] == [
+    assert [path.name[:20] for path in list_checkpoints(tmp_path / "a" / "checkpoints", FULL)] == [
         "full-ba000000000004-",
         "full-ba000000000002-",
     ]
@@ -58,8 +59,8 @@ def test_all_that_looks_after_a_run_leaves_its_weights_as_they_are_and_names_the
     looked_after = words_of(tmp_path, "slow", "max_duration=8ba", *own)
     for words in ([PROGRAM, *plain], [SICK, "slow", "1", "1", *looked_after]):
         with machines(words, words) as ranks:
-            for rank, said in zip(ranks, said_by(*ranks), strict=True):
-                assert rank.returncode == 0, said
+            for rank, output in zip(ranks, said_by(*ranks), strict=True):
+                assert rank.returncode == 0, output
     assert same_training(newest(tmp_path, "plain"), newest(tmp_path, "slow"))
     lines = lines_of(tmp_path / "slow")
     assert [(line["slowest_rank"], line["slowest_rank_in"]) for line in lines] == [(1, "forward")] * 8
@@ -79,8 +80,8 @@ def test_all_that_looks_after_a_run_leaves_its_weights_as_they_are_and_names_the
 def test_machines_that_were_given_other_words_are_refused_alike(tmp_path):
     words = words_of(tmp_path, "a")
     with machines([PROGRAM, *words, "optimizer.lr=1e-4"], [PROGRAM, *words, "optimizer.lr=3e-4"]) as ranks:
-        for rank, said in zip(ranks, said_by(*ranks), strict=True):
-            assert rank.returncode == 2 and "Traceback" not in said, said
-            assert "optimizer.lr: 0.0001 on rank 0 (" in said and "), 0.0003 on rank 1 (" in said
-            assert "All ranks need one configuration: give every machine the same command and YAML.\n" in said
+        for rank, output in zip(ranks, said_by(*ranks), strict=True):
+            assert rank.returncode == 2 and "Traceback" not in output, output
+            assert "optimizer.lr: 0.0001 on rank 0 (" in output and "), 0.0003 on rank 1 (" in output
+            assert "All ranks need one configuration: give every machine the same command and YAML.\n" in output
     assert not (tmp_path / "a").exists()

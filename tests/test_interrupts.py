@@ -13,42 +13,38 @@ import psutil
 import pytest
 from conftest import ROOT, run, started
 from test_checkpoints import newest, same_training
-from test_ranks import free_port
+from test_collectives import free_port
 
-from record.checkpoint_files import FULL, listed
+from checkpointing.files import FULL, list_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400, func_only=True)]
 
 AT_IMPORTS = {
-    ("sweep.py", "none"): "sweep.py: interrupted while none of its runs went on. The same command does what is left.\n",
-    ("benchmark.py",): "benchmark.py: interrupted before it began. The same command starts it again.\n",
-    ("eval.py", "runs/none"): "eval.py: interrupted before it began. The same command starts it again.\n",
-    (
-        "-m",
-        "prepare.shards",
-        "in",
-        "out",
-    ): "prepare.shards: interrupted. What is done stays; the same command continues from there.\n",
+    "sweep.py none": "sweep.py: interrupted while no run was active. The same command does what is left.\n",
+    "benchmark.py": "benchmark.py: interrupted before it began. The same command starts it again.\n",
+    "eval.py runs/none": "eval.py: interrupted before it began. The same command starts it again.\n",
+    "-m prepare.shards in out": "prepare.shards: interrupted. What is done stays; the same command continues from there.\n",
 }
 
 
-@pytest.mark.parametrize(("words", "text"), AT_IMPORTS.items(), ids=lambda value: value[-1] if len(value) < 9 else "")
+@pytest.mark.parametrize(("words", "text"), AT_IMPORTS.items())
 def test_an_interrupt_in_the_imports_is_one_line(words, text):
+    command = [sys.executable, *words.split()]
     with subprocess.Popen(
-        [sys.executable, *words], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as process:  # cold, so that it has imports
         while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-    assert (process.returncode, said) == (130, text)
+        message = process.communicate(timeout=60)[1]
+    assert (process.returncode, message) == (130, text)
 
 
 def interrupted(process: subprocess.Popen[str]) -> str:
-    """Send SIGINT to all processes of a command, as Ctrl-C does, and return all that it said."""
+    """Send SIGINT to all processes of a command, as Ctrl-C does, and return all that it printed."""
     os.killpg(process.pid, signal.SIGINT)
-    printed, said = process.communicate(timeout=120)
-    return printed + said
+    printed, message = process.communicate(timeout=120)
+    return printed + message
 
 
 def until(process: subprocess.Popen[str], is_there) -> None:
@@ -63,7 +59,7 @@ def lines_in(path: Path) -> int:
 
 @pytest.fixture
 def words(miniature, tmp_path):
-    """Words of a run of which time alone would bring checkpoints."""
+    """Words of a run that saves by time alone."""
     own = ["save.every_images=null", "save.snapshot_every_images=0", "measure.window_batches=1", "data.workers=1"]
     return lambda name, *more: miniature.small(tmp_path, name, *own, *more)
 
@@ -73,13 +69,13 @@ def test_ctrl_c_saves_the_last_batch_on_all_ranks_and_the_same_command_resumes_i
     own = words("a", "max_duration=5000ba")
     with started("composer", "-n", "2", "benchmark.py", *own, output=subprocess.PIPE) as process:
         until(process, lambda: lines_in(tmp_path / "a" / "metrics.jsonl") > 2)
-        said = interrupted(process)
-    assert process.returncode == 130, said
-    [path] = listed(tmp_path / "a" / "checkpoints", FULL)
+        message = interrupted(process)
+    assert process.returncode == 130, message
+    [path] = list_checkpoints(tmp_path / "a" / "checkpoints", FULL)
     batch = int(path.name[7:19])
     line = f"SIGINT: stopped after batch {batch}; saved {path}. The same command resumes it.\n"
-    assert line in said and said.count("Traceback") == 1, said  # the launcher's
-    assert said.index("SystemExit: 130") < said.index(line)
+    assert line in message and message.count("Traceback") == 1, message  # the launcher's
+    assert message.index("SystemExit: 130") < message.index(line)
     assert (tmp_path / "a" / "page.html").is_file()
     more = f"max_duration={batch + 3}ba"
     resumed = run("composer", "-n", "2", "benchmark.py", *own, more)
@@ -88,7 +84,7 @@ def test_ctrl_c_saves_the_last_batch_on_all_ranks_and_the_same_command_resumes_i
     assert same_training(newest(tmp_path, "a"), newest(tmp_path, "whole"))
 
 
-def test_a_second_one_ends_every_process_at_once(words, tmp_path):
+def test_a_second_ctrl_c_ends_every_process_at_once(words, tmp_path):
     """Rank 0 would wait for rank 1, which is stopped: the main thread of rank 0 is in C++ code, in a collective."""
     command = ["composer", "-n", "2", "benchmark.py", *words("a", "max_duration=5000ba")]
     with started(*command, output=subprocess.PIPE) as process:
@@ -105,55 +101,55 @@ def test_a_second_one_ends_every_process_at_once(words, tmp_path):
             process.wait(timeout=60)
         finally:
             second.kill()
-    assert process.returncode == 130 and not listed(tmp_path / "a" / "checkpoints", FULL)
-
-
-def test_rank_0_says_on_its_clock_when_all_save(words, tmp_path):
-    done = run("composer", "-n", "2", "benchmark.py", *words("a", "save.every_min=0.000001", "save.keep=9"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [int(path.name[7:19]) for path in listed(tmp_path / "a" / "checkpoints", FULL)] == [4, 3, 2, 1]
+    assert process.returncode == 130 and not list_checkpoints(tmp_path / "a" / "checkpoints", FULL)
 
 
 PARTS = """
 import sys, time
 from pathlib import Path
-from cli.command import start
-from prepare.engines import Local
+from common.command import start
+from prepare.engines import LocalEngine
 
 def make(number):
     Path(sys.argv[1], str(number)).touch()
     time.sleep(300)
 
-start(lambda argv: list(Local(lambda: make, 2).run([1, 2, 3])) and 0)
+start(lambda argv: list(LocalEngine(lambda: make, 2).run([1, 2, 3])) and 0)
 """
 
 
 def test_workers_of_a_command_end_with_it_and_print_nothing(tmp_path):
     with started(sys.executable, "-c", PARTS, str(tmp_path), output=subprocess.PIPE) as process:
         until(process, lambda: len(list(tmp_path.iterdir())) == 2)
-        said = interrupted(process)
-    assert (process.returncode, said) == (130, "Interrupted. The same command starts it again.\n")
+        message = interrupted(process)
+    assert (process.returncode, message) == (130, "Interrupted. The same command starts it again.\n")
 
 
 WAITS = """
 from composer.devices import DeviceCPU
-from cli import meeting
-from cli.command import start
+from common.command import start
+from ranks import rendezvous
 
 print("here", flush=True)
-start(lambda argv: meeting.meet(DeviceCPU(), 60.0) or 0)
+start(lambda argv: rendezvous.init_process_group(DeviceCPU(), 60.0) or 0)
 """
 
 
-def test_a_rank_that_waits_for_another_machine_ends_at_the_first_one():
+def test_a_rank_that_waits_for_another_machine_ends_at_the_first_ctrl_c():
     """Its main thread is in C++ code: Python's handlers are not called. Killed by the signal, it would have another code."""
     of_rank = {"RANK": 1, "LOCAL_RANK": 0, "NODE_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
     of_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    words, ways = [sys.executable, "-c", WAITS], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    words, options = [sys.executable, "-c", WAITS], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = {**os.environ, **{name: str(value) for name, value in of_rank.items()}}
-    with subprocess.Popen(words, cwd=ROOT, env=environment, **ways) as process:
+    with subprocess.Popen(words, cwd=ROOT, env=environment, **options) as process:
         assert process.stdout.readline() == "here\n"
         time.sleep(3.0)  # an interrupt before it waits has the same end
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-    assert (process.returncode, said) == (130, "")  # rank 0 has the line
+        message = process.communicate(timeout=60)[1]
+    assert (process.returncode, message) == (130, "")  # rank 0 has the line
+
+
+def test_all_ranks_save_by_the_clock_of_rank_0(words, tmp_path):
+    done = run("composer", "-n", "2", "benchmark.py", *words("a", "save.every_min=0.000001", "save.keep=9"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [int(path.name[7:19]) for path in list_checkpoints(tmp_path / "a" / "checkpoints", FULL)] == [4, 3, 2, 1]

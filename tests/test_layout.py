@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,18 @@ import pytest
 from conftest import ROOT
 
 FLOORS = [
-    {"cli"},
-    {"config", "stages", "weights"},
-    {"zoo", "record", "ema"},
-    {"model", "data", "callbacks", "evaluation", "reports"},
+    {"common"},
+    {"config", "ranks"},
+    {"mds", "weights"},
+    {"families", "run_folder", "ema"},
+    {"model", "data", "checkpointing"},
+    {"callbacks", "algorithms", "reports"},
+    {"evaluation"},
     {"training"},
-    {"export", "preflight", "launch"},
-    {"benchmark", "eval", "prepare", "bench", "sweep", "sweeps"},
+    {"scaling", "export"},
+    {"preflight"},
+    {"prepare", "bench", "sweeps", "launch"},
+    {"benchmark", "eval", "sweep"},
 ]
 """Rooms by floor, the lowest first. Tests may import everything."""
 
@@ -29,6 +35,11 @@ FORBIDDEN_FOLDERS = {"runs", "checkpoints", "datasets", "samples", "cache", "wan
 """Folders of people's own, which a checkout must not bring."""
 FAMILIES = {"sd2", "shapes", "sdxl", "flux", "mochi", "hunyuan_video", "wan"}
 
+
+READS_RUN_CONFIG = {"benchmark.py", "training/config.py", "training/builders.py"}
+READS_RUN_CONFIG_ROOMS = {"preflight", "sweeps", "scaling"}
+MAX_RUN_CONFIG_FUNCTIONS = 40
+"""Functions that take the whole configuration. All others take their section, or plain values."""
 
 NARRATIVES, NARRATIVE_LINES = {"benchmark.py:train"}, 90
 """Functions that tell a whole run in the order in which it happens, in paragraphs with headings."""
@@ -86,7 +97,7 @@ def violations(path: Path) -> list[str]:
             continue
         inside = imported.split(".")[0] in (room, ITS_PARTS.get(room))
         family, other = (set(name.split(".")[1:2]) & FAMILIES for name in (module, imported))
-        apart = room == "callbacks" or (room == "zoo" and family and other and family != other)
+        apart = room == "callbacks" or (room == "families" and family and other and family != other)
         if (inside and apart and "." in imported) or (not inside and target >= floor):
             found.append(f"{module} (floor {floor}) imports {imported} (floor {target})")
     return found
@@ -129,10 +140,10 @@ def test_every_folder_says_what_lives_there_who_may_come_in_and_what_it_may_impo
     ("file", "line"),
     [
         ("model.py", "import data"),
-        ("zoo/sd2.py", "from zoo.flux import x"),
-        ("stages/stream.py", "from model import y"),
+        ("families/sd2.py", "from families.flux import x"),
+        ("mds/reader.py", "from model import y"),
         ("config.py", "import benchmark"),
-        ("evaluation/fid.py", "import data"),
+        ("evaluation/fid.py", "import benchmark"),
         ("callbacks/throughput.py", "from callbacks import run_record"),
     ],
 )
@@ -143,10 +154,10 @@ def test_the_import_rule_sees_a_breach(tmp_path, monkeypatch, file, line):
         "data.py",
         "benchmark.py",
         "config.py",
-        "zoo/sd2.py",
-        "stages/stream.py",
+        "families/sd2.py",
+        "mds/reader.py",
         "evaluation/fid.py",
-        "zoo/flux.py",
+        "families/flux.py",
         "callbacks/run_record.py",
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -193,9 +204,36 @@ def test_fixed_names_of_the_root_are_there():
     assert [name for name in f"{names} {more}".split() if not (ROOT / name).exists()] == []
 
 
+def test_a_command_is_run_at_the_end_of_its_file():
+    """What stands below is not defined when the file is run as a command; imports may begin before it."""
+    for path in sources():
+        *others, _ = ast.parse(path.read_text()).body or [None]
+        runs = [
+            ast.unparse(node) for node in others if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        ]
+        assert not any("main" in text.partition("\n")[2] for text in runs), path
+
+
+def test_the_whole_configuration_reaches_builders_only():
+    taking = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        for arguments in [[*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
+        if any(each.annotation and re.search(r"\bRunConfig\b", ast.unparse(each.annotation)) for each in arguments)
+    ]
+    elsewhere = [
+        where
+        for where in taking
+        if where.partition(":")[0] not in READS_RUN_CONFIG and where.partition("/")[0] not in READS_RUN_CONFIG_ROOMS
+    ]
+    assert elsewhere == [] and 0 < len(taking) <= MAX_RUN_CONFIG_FUNCTIONS, len(taking)
+
+
 def test_nothing_heavy_is_imported_by_the_lowest_floor():
-    """config, zoo.spec and zoo.objectives need torch at most: a missing library hurts only the run that uses it."""
+    """config, families.spec and families.objectives need torch at most: a missing library hurts only the run that uses it."""
     heavy = "sorted({'composer', 'diffusers', 'transformers', 'streaming', 'open_clip'} & set(sys.modules))"
-    code = f"import sys, config, zoo.spec, zoo.objectives; print({heavy})"
+    code = f"import sys, config, families.spec, families.objectives; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 
-from training.adamw import RELEASES
+from training.low_memory_adamw import RELEASES
 
 LOCKS = ["requirements.lock", "requirements/newest.lock", "requirements/dev.lock", "requirements/clouds.lock"]
 VERSIONS = ["3.11", "3.12", "3.13"]
@@ -35,50 +35,36 @@ def requirements(name: str) -> list[Requirement]:
 
 def environment_of(python: str) -> dict[str, str]:
     """What markers are compared with: Linux, x86-64, with this Python."""
-    return {
-        "python_version": python,
-        "python_full_version": f"{python}.4",
-        "sys_platform": "linux",
-        "platform_system": "Linux",
-        "platform_machine": "x86_64",
-        "os_name": "posix",
-        "implementation_name": "cpython",
-        "platform_python_implementation": "CPython",
-        "extra": "",
-    }
+    platform = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
+    kind = {"implementation_name": "cpython", "platform_python_implementation": "CPython", "extra": ""}
+    return {"python_version": python, "python_full_version": f"{python}.4", **platform, **kind}
 
 
 def pins(name: str, python: str) -> dict[str, list[str]]:
     """Package -> versions whose marker holds on Linux, x86-64, with this Python."""
     environment = environment_of(python)
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for pin in requirements(name):
         [specifier] = pin.specifier
         assert specifier.operator == "==", f"{name}: {pin} is not pinned"
         if pin.marker is None or pin.marker.evaluate(environment):
-            found.setdefault(canonical(pin.name), []).append(specifier.version)
-    return found
+            result.setdefault(canonical(pin.name), []).append(specifier.version)
+    return result
 
 
 @pytest.mark.parametrize("python", VERSIONS)
 @pytest.mark.parametrize("lock", LOCKS)
-def test_every_package_has_one_version_on_every_python(lock, python):
-    found = pins(lock, python)
-    assert len(found) > 30
-    assert {name: versions for name, versions in found.items() if len(versions) != 1} == {}
-
-
-@pytest.mark.parametrize("python", VERSIONS)
-@pytest.mark.parametrize("lock", LOCKS)
-def test_the_lock_holds_what_is_asked_for_within_its_bounds(lock, python):
-    found = pins(lock, python)
-    asked = {canonical(wanted.name): wanted for wanted in requirements(lock.replace(".lock", ".txt"))}
+def test_a_lock_has_one_version_of_every_package_within_the_declared_bounds(lock, python):
+    locked = pins(lock, python)
+    assert len(locked) > 30
+    assert {name: versions for name, versions in locked.items() if len(versions) != 1} == {}
+    declared = {canonical(wanted.name): wanted for wanted in requirements(lock.replace(".lock", ".txt"))}
     if lock == "requirements/newest.lock":
         rest = {canonical(wanted.name): wanted for wanted in requirements("requirements.txt")}
-        assert asked.keys() == {"torch", "torchvision"} and "xformers" not in found
-        asked = {**{name: wanted for name, wanted in rest.items() if name != "xformers"}, **asked}
-    for name, wanted in asked.items():
-        [version] = found[name]
+        assert declared.keys() == {"torch", "torchvision"} and "xformers" not in locked
+        declared = {**{name: wanted for name, wanted in rest.items() if name != "xformers"}, **declared}
+    for name, wanted in declared.items():
+        [version] = locked[name]
         assert wanted.specifier.contains(version), f"{wanted} but {version}"
 
 
@@ -188,21 +174,11 @@ def test_every_upper_bound_has_its_reason(name):
 
 
 def test_the_environment_is_the_lock():
-    """The one that the tests run in, so that what they say is about the locked versions of a set."""
+    """The environment of the tests, so that their results are about the locked versions of a set."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     if not any(Path(sys.prefix).glob(".easel-*")):
         pytest.skip(f"{sys.prefix} was not made by `make env`")
-    names = (
-        "torch",
-        "mosaicml",
-        "mosaicml-streaming",
-        "diffusers",
-        "transformers",
-        "omegaconf",
-        "numpy",
-        "pillow",
-        "wandb",
-    )
+    names = "torch mosaicml mosaicml-streaming diffusers transformers omegaconf numpy pillow wandb".split()  # noqa: SIM905
     here = {name: [importlib.metadata.version(name).split("+")[0]] for name in names}
     assert here in [{name: pins(lock, python)[name] for name in names} for lock in LOCKS[:2]]
 

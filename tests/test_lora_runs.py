@@ -10,23 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, cost_made_up, run
-from exported import CASES
+from conftest import ROOT, cost_made_up
+from exported_runs import CASES
 from PIL import Image
 from safetensors.torch import load_file
 from test_checkpoints import newest, same_training
+from test_collectives import free_port
 from test_export import SHORT, train
 from test_families import DECAY, RUN, TRAINED, lines
 from test_lora import RANK, step_batch, with_adapter
-from test_ranks import free_port
 from torch import multiprocessing
 
 import benchmark
 import eval as scoring
 import export
-from record.checkpoint_files import FULL, WEIGHTS, listed, read
+from checkpointing.files import FULL, WEIGHTS, list_checkpoints, read_checkpoint
+from families.pipeline_files import write_safetensors
 from weights.tensors import trained_parameters
-from zoo.pipeline_folder import write_safetensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200, func_only=True), pytest.mark.usefixtures("quick_estimate")]
 
@@ -34,11 +34,11 @@ LORA = (f"lora.rank={RANK}", "lora.alpha=2")
 
 
 @pytest.mark.parametrize(("name", "variant"), TRAINED)
-def test_a_run_saves_and_averages_its_adapter_alone_and_goes_on_bit_for_bit(name, variant, tmp_path):
+def test_a_run_saves_and_averages_its_adapter_alone_and_resumes_bit_for_bit(name, variant, tmp_path):
     words = [*RUN, *LORA, f"model.family={name}", f"model.variant={variant}", f"run_folder={tmp_path}"]
     words += ["data.synthetic=true", "data.stage=moments"]
     assert benchmark.main([*words, "run_name=whole"]) == 0
-    contents = [read(path) for path in reversed(listed(tmp_path / "whole/checkpoints", FULL))]
+    contents = [read_checkpoint(path) for path in reversed(list_checkpoints(tmp_path / "whole/checkpoints", FULL))]
     names = set(with_adapter(name, variant).state_dict())
     for content in contents:
         assert set(content["model"]) == set(content["ema"]["weights"]) == names
@@ -53,7 +53,7 @@ def test_a_run_saves_and_averages_its_adapter_alone_and_goes_on_bit_for_bit(name
 
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")
     (tmp_path / "killed/summary.json").unlink()
-    for path in listed(tmp_path / "killed/checkpoints", FULL)[:4]:
+    for path in list_checkpoints(tmp_path / "killed/checkpoints", FULL)[:4]:
         path.unlink()
     assert benchmark.main([*words, "run_name=killed"]) == 0
     assert same_training(newest(tmp_path, "killed"), newest(tmp_path, "whole"))
@@ -84,13 +84,6 @@ def test_two_ranks_have_the_gradients_of_one(tmp_path):
     for name, parameter in trained_parameters(model).items():
         assert torch.equal(both[0][name], both[1][name])
         torch.testing.assert_close(both[0][name], parameter.grad, rtol=1e-4, atol=1e-7)
-
-
-def test_a_run_on_two_ranks_saves_the_adapter_alone(tmp_path):
-    words = [*RUN, *LORA, "max_duration=2ba", "data.synthetic=true", "data.stage=moments", f"run_folder={tmp_path}"]
-    done = run("composer", "-n", "2", "benchmark.py", *words, "run_name=two")
-    assert done.returncode == 0, done.stderr
-    assert set(newest(tmp_path, "two")["model"]) == set(with_adapter("sd2", "stock").state_dict())
 
 
 # --- out of a run ---
@@ -135,7 +128,7 @@ def test_a_merged_export_is_base_plus_product_and_an_adapter_is_written_alone(tu
     for layer in layers:
         product = adapter[f"unet.{layer}.lora_B.weight"] @ adapter[f"unet.{layer}.lora_A.weight"]
         torch.testing.assert_close(after[f"{layer}.weight"], before[f"{layer}.weight"] + product)
-    snapshot = read(listed(folder / "checkpoints", WEIGHTS)[0])["ema"]["weights"]
+    snapshot = read_checkpoint(list_checkpoints(folder / "checkpoints", WEIGHTS)[0])["ema"]["weights"]
     for name, tensor in snapshot.items():  # alpha / rank is in B
         stored = adapter[name.replace("denoiser.", "unet.").replace(".default.", ".")]
         assert torch.equal(stored, tensor * (2 / RANK if ".lora_B." in name else 1))
@@ -148,8 +141,8 @@ def test_a_merged_export_is_base_plus_product_and_an_adapter_is_written_alone(tu
     # eval.py draws the same from the run, whose model has the adapter beside its base, as from the merged export.
     drawn = []
     for at in (folder, tmp_path / "merged"):
-        ways = [f"eval.{key}={facts[key]}" for key in ("sampler", "steps", "guidance")]
-        words = [str(at), f"images={tmp_path}/{len(drawn)}", "prompts=[a red circle]", *ways]
+        options = [f"eval.{key}={facts[key]}" for key in ("sampler", "steps", "guidance")]
+        words = [str(at), f"images={tmp_path}/{len(drawn)}", "prompts=[a red circle]", *options]
         assert scoring.main(words) == 0, capsys.readouterr().err
         [path] = (tmp_path / str(len(drawn))).glob("0*.png")
         drawn.append(np.asarray(Image.open(path)).astype(int))
@@ -158,28 +151,21 @@ def test_a_merged_export_is_base_plus_product_and_an_adapter_is_written_alone(tu
 
 def test_an_export_with_another_base_is_refused_and_one_that_has_moved_is_taken(tuned, tmp_path, capsys):
     base, folder = tuned
-    snapshot = listed(folder / "checkpoints", WEIGHTS)[0]
-    other = other_base(base, tmp_path / "other")
-    text = said_in_refusal(export, capsys, folder, tmp_path / "out", f"model.denoiser={other}")
+    snapshot, other = list_checkpoints(folder / "checkpoints", WEIGHTS)[0], other_base(base, tmp_path / "other")
     trained_on = json.loads((folder / "summary.json").read_text())["denoiser_start_fingerprint"]
-    assert text.startswith("model.denoiser: its fingerprint is ")
-    assert text.endswith(f"but the adapter in {snapshot} was trained on {trained_on}. Give that base, or another run.")
-    shutil.copytree(base, tmp_path / "moved")
-    assert export.main([str(folder), str(tmp_path / "out"), f"model.denoiser={tmp_path / 'moved'}"]) == 0
+    moved = f"model.denoiser={shutil.copytree(base, tmp_path / 'moved')}"
+    drawing = [f"images={tmp_path / 'look'}", "prompts=[a red circle]"]
+    for command, words in ((export, [tmp_path / "out"]), (scoring, drawing)):
+        text = said_in_refusal(command, capsys, folder, *words, f"model.denoiser={other}")
+        assert f"but the adapter in {snapshot} was trained on {trained_on}. Give that base, or another run." in text
+        assert command.main([str(word) for word in (folder, *words, moved)]) == 0
     text = said_in_refusal(export, capsys, folder, tmp_path / "again", f"model.denoiser={tmp_path / 'gone'}")
     assert text.startswith(f"model.denoiser: {tmp_path / 'gone'}") and "\n" not in text
-
-    drawing = [f"images={tmp_path / 'look'}", "prompts=[a red circle]"]
-    text = said_in_refusal(scoring, capsys, folder, *drawing, f"model.denoiser={other}")
-    assert f"but the adapter in {snapshot} was trained on {trained_on}. Give that base, or another run." in text
-    assert scoring.main([str(folder), *drawing, f"model.denoiser={tmp_path / 'moved'}"]) == 0
-    first = folder.parent / "first"
-    assert said_in_refusal(scoring, capsys, first, *drawing, f"model.denoiser={base}") == (
-        f"model.denoiser: {first} has no adapter, and needs no base. Leave it out."
-    )
+    text = said_in_refusal(scoring, capsys, folder.parent / "first", *drawing, f"model.denoiser={base}")
+    assert " has no adapter, and needs no base. " in text
 
 
-def test_a_run_goes_on_with_its_rank_and_its_base_alone(tuned, tmp_path, capsys):
+def test_a_run_resumes_only_with_its_rank_and_its_base(tuned, tmp_path, capsys):
     base, folder = tuned
     text = said_in_refusal(benchmark, capsys, folder / "config.yaml", "lora.rank=2")
     assert f"lora.rank: 2, but {folder} was begun with {RANK}. A run resumes as it began" in text
@@ -188,34 +174,29 @@ def test_a_run_goes_on_with_its_rank_and_its_base_alone(tuned, tmp_path, capsys)
     (copy / "summary.json").unlink()
     config = (copy / "config.yaml").read_text()  # as if what lies at the base's place had changed
     (copy / "config.yaml").write_text(config.replace(f"denoiser: {base}", f"denoiser: {other}"))
-    full = listed(copy / "checkpoints", FULL)[0]
+    full = list_checkpoints(copy / "checkpoints", FULL)[0]
     text = said_in_refusal(benchmark, capsys, copy / "config.yaml", f"run_folder={tmp_path}", "max_duration=6ba")
     assert f"but the adapter in {full} was trained on" in text and "Give that base, or another run." in text
 
 
-def test_an_adapter_is_no_network_to_begin_with_and_other_runs_have_none(tuned, tmp_path, capsys):
+def test_an_adapter_cannot_initialize_a_network_and_other_runs_have_none(tuned, tmp_path, capsys):
     base, folder = tuned
-    file, snapshot = tmp_path / "adapter.safetensors", listed(folder / "checkpoints", WEIGHTS)[0]
+    file, snapshot = tmp_path / "adapter.safetensors", list_checkpoints(folder / "checkpoints", WEIGHTS)[0]
     assert export.main([str(folder), str(file), "lora=separate"]) == 0
     words = ["model.preset=tiny", "model.family=sdxl", "data.synthetic=true", "image_size=64", "global_batch_size=8"]
-    way = f"Merge it into its base: python export.py {folder} OUT, and begin with OUT."
-    assert said_in_refusal(benchmark, capsys, *words, f"model.denoiser={snapshot}") == (
-        f"model.denoiser: {snapshot} holds an adapter alone (lora.rank={RANK}). {way}"
-    )
-    way = "Give its base, or a folder that it is merged into (export.py of its run)."
-    assert said_in_refusal(benchmark, capsys, *words, f"model.denoiser={file}") == (
-        f"model.denoiser: {file} holds a LoRA adapter alone: a network cannot begin with it. {way}"
-    )
-    assert said_in_refusal(export, capsys, folder, tmp_path / "out", "lora=separate") == (
-        f"lora: separate, but {tmp_path / 'out'} is no file's name: an adapter is one file. Give FILE.safetensors."
-    )
     first = folder.parent / "first"
-    assert said_in_refusal(export, capsys, first, tmp_path / "x.safetensors", "lora=separate") == (
-        f"lora: separate, but {first} has no adapter (lora.rank). Leave it out."
-    )
-    assert said_in_refusal(export, capsys, first, tmp_path / "x", f"model.denoiser={base}") == (
-        f"model.denoiser: {base}, but {first} has no adapter, and needs no base. Leave it out."
-    )
+    for command, arguments, text in (
+        (benchmark, [*words, f"model.denoiser={snapshot}"], f"{snapshot} holds an adapter alone (lora.rank={RANK}). "),
+        (benchmark, [*words, f"model.denoiser={file}"], f"{file} holds a LoRA adapter alone, which cannot initialize "),
+        (
+            export,
+            [folder, tmp_path / "out", "lora=separate"],
+            f"lora: separate, but {tmp_path / 'out'} is not a file name",
+        ),
+        (export, [first, tmp_path / "x.safetensors", "lora=separate"], f"lora: separate, but {first} has no adapter"),
+        (export, [first, tmp_path / "x", f"model.denoiser={base}"], f"{first} has no adapter, and needs no base. "),
+    ):
+        assert text in said_in_refusal(command, capsys, *arguments)
 
 
 # --- recipes ---

@@ -1,29 +1,32 @@
-"""record/metric_names.py: what loggers are sent, read back from W&B's offline file and from TensorBoard's."""
+"""run_folder/metric_names.py: what loggers are sent, read back from W&B's offline file and from TensorBoard's."""
+
+# ruff: noqa: F811  (fixtures of another file)
 
 from __future__ import annotations
 
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 from composer import Logger, Timestamp
 from composer.loggers import LoggerDestination
-from conftest import TINY_RUN, run
+from conftest import ROOT, TINY_RUN, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_validation import held_out, made  # noqa: F401
 from wandb_file import offline
 from wandb_server import WandbServer
 
-from record.files import read_summary
-from record.metric_names import FILM, METRICS, SAMPLES, alert, as_sent, bins_named, row_of, streams_named
-from record.summary import rounded
 from reports import wandb_dashboard
-from training.destinations import TensorboardLogger
+from run_folder.files import read_summary
+from run_folder.history import rounded
+from run_folder.metric_names import METRICS, SAMPLES, VIDEOS, alert, as_sent, bins_named, row_of, streams_named
+from training.loggers import TensorboardLogger
 
 OFFLINE = ["loggers.wandb.project=p", "loggers.wandb.mode=offline"]
 
 
-def test_composers_figures_are_sent_under_our_names_and_its_others_not_at_all():
+def test_composers_metrics_are_sent_under_our_names_or_not_at_all():
     given = {"loss/train/total": 0.5, "time/sample": 16, "time/sample_in_epoch": 16, "val/loss_t300": 1.0}
     given |= {"trainer/device_train_microbatch_size": 8, "metrics/train/x": 1.0, "time/train_sec": 2.0}
     sent = {"train/batch_loss": 0.5, "progress/images": 16, "val/loss_t300": 1.0, "time/train_sec": 2.0}
@@ -41,16 +44,16 @@ def test_bins_are_named_by_their_first_timestep():
     assert bins_named([0.5, None, 0.25, 1.0]) == {"val/loss_t000": 0.5, "val/loss_t500": 0.25, "val/loss_t750": 1.0}
 
 
-def test_every_metric_has_one_row_and_the_dashboard_names_no_other():
-    rows = [row.metric for row in METRICS]
-    assert len(rows) == len(set(rows)) and [row for row in METRICS if not all(vars(row).values())] == []
+def test_the_page_names_every_metric_once_and_the_dashboard_names_no_other():
+    table = (ROOT / "docs/metrics.md").read_text().partition("## The metrics")[2].partition("\n\nA metric without")[0]
+    assert sorted(re.findall(r"`(\w+/\w+(?:/\w+)?)`", table)) == sorted(row.metric for row in METRICS)
     named = set(wandb_dashboard.metrics())
     assert {name for name in named if row_of(name) is None} == set() and len(named) > 25
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
-def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, held_out, tmp_path):  # noqa: F811
+def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, held_out, tmp_path):
     """Two streams, one with an odd name, validation, grids, an evaluation that meets its target; then the files are read."""
     (made(tmp_path / "other", "num_images=40", "captions=shuffled") / "moments").rename(tmp_path / "odd name")
     parts = ", ".join(f"{{remote: {place}, proportion: 0.5}}" for place in (miniature.moments, tmp_path / "odd name"))
@@ -74,8 +77,8 @@ def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, h
     assert done.returncode == 0 and "target=reached" in done.stdout, done.stdout + done.stderr
 
     logged, summary = offline(tmp_path / "one"), read_summary(tmp_path / "one")
-    # tests/test_shapes_moving.py has a run that logs the first, tests/test_health.py one of several ranks.
-    elsewhere = {FILM, *(row.metric for row in METRICS if row.metric.startswith("ranks/"))}
+    # tests/test_moving_shapes.py has a run that logs the first, tests/test_health.py one of several ranks.
+    elsewhere = {VIDEOS, *(row.metric for row in METRICS if row.metric.startswith("ranks/"))}
     table, shown = ({row.metric for row in METRICS} - elsewhere, set(wandb_dashboard.metrics()) - elsewhere)
     assert {row_of(name) for name in logged.names()} == table
     assert {name for name in shown if name not in logged.names() and "NAME" not in name} == set()
@@ -108,7 +111,7 @@ def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, h
 
 @pytest.mark.slow
 @pytest.mark.timeout(100, func_only=True)
-def test_a_loss_that_is_not_finite_is_told_by_wandb_though_the_run_fails_and_by_a_sync_later(tmp_path):
+def test_a_non_finite_loss_is_an_alert_of_wandb_and_of_a_later_sync(tmp_path):
     own = ["optimizer.lr=1e30", f"run_folder={tmp_path}", "run_name=bad", "--use_synth_data"]
     done = run(sys.executable, "benchmark.py", *TINY_RUN, *own, *OFFLINE)
     assert done.returncode == 1
@@ -133,7 +136,7 @@ class Told(LoggerDestination):
         self.alerts.append((title, text))
 
 
-def test_an_alert_shows_no_secret_and_a_logger_without_alerts_is_passed_over():
+def test_an_alert_shows_no_secret_and_skips_a_logger_without_alerts():
     told = Told()
     alert([object(), LoggerDestination(), told], "title", "s3://key:secret@bucket/x is away")
     assert told.alerts == [("title", "s3://key:***@bucket/x is away")]

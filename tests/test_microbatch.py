@@ -1,4 +1,4 @@
-"""training/microbatch.py: the largest microbatch that divides the batch, found once; and the out-of-memory message."""
+"""training/memory.py: the largest microbatch that divides the batch, found once; and the out-of-memory message."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from conftest import TINY_RUN
 
 import benchmark
-from record.config_file import read_config
-from training import cost, microbatch
-from training.cost import Cost
+from model import LatentDiffusion
+from run_folder.files import read_config, read_lines
+from training import builders, memory
+from training.memory import Cost
 
 pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
 
@@ -22,22 +23,13 @@ COST = Cost(2**28, 0, 1e12, activation_gib_per_image=0.5, activation_gib_once=0.
 
 @pytest.mark.parametrize(
     ("available", "ranks", "ema", "largest"),
-    [
-        (100.0, 1, False, 48),
-        (21.0, 1, False, 24),
-        (21.0, 1, True, 24),
-        (17.0, 1, True, 16),
-        (21.0, 2, False, 8),
-        (1.0, 1, False, 1),
-    ],
+    [(100.0, 1, False, 48), (21.0, 1, True, 24), (17.0, 1, True, 16), (21.0, 2, False, 8), (1.0, 1, False, 1)],
 )
 def test_the_estimate_is_the_largest_divisor_that_fits(monkeypatch, available, ranks, ema, largest):
-    monkeypatch.setattr(cost, "available_gib", lambda: (available, "a test"))
-    found = microbatch.estimated(COST, 48, ranks, ema=ema)
-    assert found == largest
-    room = cost.USABLE_FRACTION * available / ranks
+    monkeypatch.setattr(memory, "available_gib", lambda: (available, "a test"))
+    room = memory.USABLE_FRACTION * available / ranks
     fitting = [size for size in range(1, 49) if 48 % size == 0 and COST.memory_gib(size, ema=ema) <= room]
-    assert found == max(fitting, default=1)
+    assert memory.estimated(COST, 48, ranks, ema=ema) == largest == max(fitting, default=1)
 
 
 def run(folder, name: str, *words: str) -> int:
@@ -46,54 +38,51 @@ def run(folder, name: str, *words: str) -> int:
     return benchmark.main([*TINY_RUN, *own, *words])
 
 
-def losses(folder, name: str) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+def losses_of(folder) -> list[float]:
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
 
 
 def test_auto_is_a_number_in_the_record_and_changes_no_loss(tmp_path, capsys):
+    assert run(tmp_path, "auto", "device_train_microbatch_size=auto", "--print_config") == 0
+    printed = capsys.readouterr().out
+    assert "device_train_microbatch_size: auto\n" in printed
+    assert "global batch: 8 images = 1 rank x 1 pass x 8 images" in printed
     assert run(tmp_path, "auto", "device_train_microbatch_size=auto") == 0
-    said = capsys.readouterr().err
-    assert (
-        "device_train_microbatch_size: auto is 8 of a device batch of 8 (by estimate); it stays so for this start."
-        in said
-    )
+    assert "device_train_microbatch_size: auto is 8 of a device batch of 8 (by estimate); " in capsys.readouterr().err
     summary = json.loads((tmp_path / "auto" / "summary.json").read_text())
     assert summary["device_train_microbatch_size"] == 8
     assert "device_train_microbatch_size: auto\n" in (tmp_path / "auto" / "config.yaml").read_text()
     assert read_config(tmp_path / "auto")["device_train_microbatch_size"] == 8
     assert run(tmp_path, "fixed", "device_train_microbatch_size=2") == 0
-    assert losses(tmp_path, "auto") == pytest.approx(losses(tmp_path, "fixed"), rel=1e-4)
+    auto, fixed = (losses_of(tmp_path / name) for name in ("auto", "fixed"))
+    assert auto == pytest.approx(fixed, rel=1e-4)
 
 
-def test_auto_is_printed_as_auto_and_planned_by_estimate(tmp_path, capsys):
-    assert run(tmp_path, "a", "device_train_microbatch_size=auto", "--print_config") == 0
-    printed = capsys.readouterr().out
-    assert "device_train_microbatch_size: auto\n" in printed
-    assert "global batch: 8 images = 1 rank x 1 pass x 8 images" in printed
+def test_auto_is_found_before_evaluation_takes_memory(miniature, tmp_path, capsys, monkeypatch):
+    def fits_nothing(*args, **more):
+        raise ValueError("not one image fits")
+
+    monkeypatch.setattr(memory, "find", fits_nothing)
+    monkeypatch.setattr(builders, "Scorer", lambda *args, **more: pytest.fail("the scorer was built first"))
+    words = miniature.small(tmp_path, "a", "eval.when=in_training", "eval.every_images=32")
+    assert benchmark.main([*words, "device_train_microbatch_size=auto"]) == 2
+    assert capsys.readouterr().err.endswith("not one image fits\n")
 
 
-def test_another_word_than_auto_is_refused(tmp_path, capsys):
-    assert run(tmp_path, "a", "device_train_microbatch_size=most") == 2
-    assert capsys.readouterr().err == (
-        "command line: device_train_microbatch_size is 'most'. Possible: an integer or one of auto or null.\n"
-    )
-
-
-def test_out_of_memory_names_microbatch_and_what_to_try_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
-    """A GPU's failed allocation cannot be had here: it is raised in the third batch, as torch raises it."""
+def test_out_of_memory_names_microbatch_and_what_to_try_and_the_run_resumes(tmp_path, capsys, monkeypatch):
+    """A GPU's failed allocation is raised in the third batch, as torch raises it."""
     words = ["save.every_images=16", "measure.warmup_batches=0", "device_train_microbatch_size=8"]
     assert run(tmp_path, "unbroken", *words) == 0
-    plain = benchmark.LatentDiffusion.forward
+    forward, calls = LatentDiffusion.forward, []
 
-    def full_in_the_third_batch(model, batch):
-        full_in_the_third_batch.calls += 1
-        if full_in_the_third_batch.calls == 3:
+    def fail_in_the_third_batch(model, batch):
+        calls.append(1)
+        if len(calls) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        return plain(model, batch)
+        return forward(model, batch)
 
-    full_in_the_third_batch.calls = 0
     with monkeypatch.context() as patched:
-        patched.setattr(benchmark.LatentDiffusion, "forward", full_in_the_third_batch)
+        patched.setattr(LatentDiffusion, "forward", fail_in_the_third_batch)
         capsys.readouterr()
         assert run(tmp_path, "a", *words) == 1
     [checkpoint] = (tmp_path / "a" / "checkpoints").glob("full-*.pt")
@@ -103,51 +92,43 @@ def test_out_of_memory_names_microbatch_and_what_to_try_and_the_run_goes_on(tmp_
         f"resumes from {checkpoint}."
     )
     assert run(tmp_path, "a", *words[:2], "device_train_microbatch_size=4") == 0
-    assert losses(tmp_path, "a") == pytest.approx(losses(tmp_path, "unbroken"), rel=1e-4)
+    assert losses_of(tmp_path / "a") == pytest.approx(losses_of(tmp_path / "unbroken"), rel=1e-4)
 
 
-def test_another_runtime_error_stays_what_it_is():
-    ways = dict(savings=[], last_checkpoint=lambda: None)
-    with pytest.raises(RuntimeError, match="^shapes differ$"), microbatch.explained(8, 8, **ways):
+def test_errors_of_memory_are_explained_and_others_stay_as_they_are(monkeypatch):
+    options = dict(savings=["a=1"], last_checkpoint=lambda: None)
+    with pytest.raises(RuntimeError, match="^shapes differ$"), memory.explained(8, 8, **options):
         raise RuntimeError("shapes differ")
     cpu = "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
-    with pytest.raises(microbatch.OutOfMemory) as error, microbatch.explained(1, 8, **{**ways, "savings": ["a=1"]}):
+    text = "with 1 images a pass of a device batch of 8. Try a=1, then .* begins anew: there is no checkpoint yet"
+    with pytest.raises(memory.OutOfMemory, match=text), memory.explained(1, 8, **options):
         raise RuntimeError(cpu)
-    assert str(error.value) == (
-        "device_train_microbatch_size: out of memory with 1 images a pass of a device batch of 8. Try a=1, then a smaller "
-        "image_size, model.preset=tiny, a larger GPU, or several with sharding=full; the same "
-        "command with it begins anew: there is no checkpoint yet."
-    )
-
-
-def test_the_peak_on_a_gpu_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 130 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=139.8 * 2**30))
-    ways = dict(savings=[], last_checkpoint=lambda: None)
     text = r"with 8 images a pass of a device batch of 8, at a peak of 130.0 GiB of 139.8 on rank 0. Try "
-    with pytest.raises(microbatch.OutOfMemory, match=text), microbatch.explained(8, 8, **ways):
+    with pytest.raises(memory.OutOfMemory, match=text), memory.explained(8, 8, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize(
-    "said", ["CUDA error: out of memory\nCUDA kernel errors might be", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"]
+    "output", ["CUDA error: out of memory\nCUDA kernel errors might be", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"]
 )
-def test_what_a_library_says_of_memory_is_out_of_memory_too(said, monkeypatch):
+def test_a_librarys_own_error_of_memory_is_out_of_memory_too(output, monkeypatch):
     def full(*_):
-        raise RuntimeError(said)
+        raise RuntimeError(output)
 
-    monkeypatch.setattr(microbatch, "_two_passes", full)
-    assert not microbatch._fits(torch.nn.Linear(1, 1), {}, 1, 0.0)
+    monkeypatch.setattr(memory, "_two_passes", full)
+    assert not memory._fits(torch.nn.Linear(1, 1), {}, 1, 0.0)
 
 
 def test_all_ranks_take_what_fits_the_one_that_has_least(monkeypatch):
     from test_speed import model_of
 
     least_of_all = lambda tensor, reduce_operation: tensor.clamp_(max=4)  # noqa: E731
-    monkeypatch.setattr(cost, "available_gib", lambda: (100.0, "a test"))
-    monkeypatch.setattr(microbatch.dist, "all_reduce", least_of_all)
-    assert microbatch.find(model_of({}), {}, COST, 48, 1, ema=False) == 4
+    monkeypatch.setattr(memory, "available_gib", lambda: (100.0, "a test"))
+    monkeypatch.setattr(memory.dist, "all_reduce", least_of_all)
+    assert memory.find(model_of({}), {}, COST, 48, 1, ema=False) == 4
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -157,6 +138,6 @@ def test_what_is_tried_on_a_gpu_is_a_step_that_leaves_nothing_behind(size):
 
     model = model_of({})
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert microbatch._fits(model, model.family.columns("moments", (32, 32)), size, 0.1)
+    assert memory._fits(model, model.family.columns("moments", (32, 32)), size, 0.1)
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

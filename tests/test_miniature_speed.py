@@ -13,8 +13,7 @@ import torch._dynamo
 from conftest import ROOT
 
 import benchmark
-from prepare import latents, shards
-from prepare.shapes import command
+from prepare import latents, shapes, shards
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900, func_only=True)]
 STEPS = 60
@@ -34,7 +33,7 @@ KEYS = {
 @pytest.fixture(scope="module")
 def moments(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("miniature")
-    assert command.main([str(folder / "tars"), "num_images=512"]) == 0
+    assert shapes.main([str(folder / "tars"), "num_images=512"]) == 0
     assert shards.main([str(folder / "tars"), str(folder / "images")]) == 0
     assert latents.main([str(folder / "images"), str(folder / "moments"), "model.family=shapes", "image_size=32"]) == 0
     return folder / "moments"
@@ -49,13 +48,8 @@ def curve(moments, tmp_path_factory):
         if name not in known:
             torch._dynamo.reset()
             words = [f"data.remote={moments}", f"data.local={runs}/{name}-cache", "data.workers=0", "model.preset=tiny"]
-            words += [
-                f"max_duration={STEPS}ba",
-                "eval.when=off",
-                "mlperf.enabled=false",
-                "target.fid=null",
-                "target.clip=null",
-            ]
+            words += [f"max_duration={STEPS}ba", "eval.when=off", "mlperf.enabled=false"]
+            words += ["target.fid=null", "target.clip=null"]
             words += ["save.every_images=0", "save.snapshot_every_images=0", "loggers.progress_bar=false"]
             words += [f"run_folder={runs}", f"run_name={name}", *keys]
             assert benchmark.main([str(ROOT / "yamls/shapes.yaml"), *words]) == 0

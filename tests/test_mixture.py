@@ -14,19 +14,19 @@ from streaming import Stream as PlainStream
 
 import benchmark
 from callbacks.losses import StreamLosses
-from cli.command_line import parse_command_line
-from cli.errors import ConfigError
+from checkpointing.files import FULL, list_checkpoints
+from common.command_line import parse_command_line
+from common.errors import ConfigError
 from config import load
 from data import DataConfig, build_data
+from families import load_family
+from mds import mixture
+from mds.dataset import array_encoding, read_dataset, write_metadata
+from mds.fetch import HASH
+from mds.mixture import StreamConfig, count_epoch_samples, name_datasets, weight_problems
 from prepare import shards
-from record.checkpoint_files import FULL, listed
-from record.files import read_lines
-from stages import stage_checks
-from stages.dataset import array_encoding, read_stage, write_facts
-from stages.fetch import HASH
-from stages.mixture import StreamConfig, epoch_samples, names_of, weight_problems
-from training.run_config import RunConfig
-from zoo import load_family
+from run_folder.files import read_lines
+from training.config import RunConfig
 
 FAMILY = load_family("shapes", "tiny", "stock")
 CPU = torch.device("cpu")
@@ -34,13 +34,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def two(miniature, tmp_path_factory) -> tuple[Path, Path]:
-    """Two stages of moments without a common sample: 192 and 64 pictures."""
-    from prepare import latents
-    from prepare.shapes import command
+    """Two datasets of moments without a common sample: 192 and 64 images."""
+    from prepare import latents, shapes
 
     folder = tmp_path_factory.mktemp("second")
     tars, images, moments = str(folder / "tars"), str(folder / "images"), folder / "moments"
-    assert command.main([tars, "num_images=64", "seed=4"]) == 0
+    assert shapes.main([tars, "num_images=64", "seed=4"]) == 0
     assert shards.main([tars, images, "shard_size=32kb"]) == 0
     assert latents.main([images, str(moments), "model.family=shapes", "image_size=32", "shard_size=32kb"]) == 0
     return miniature.moments, moments
@@ -52,10 +51,8 @@ def loader_of(streams, workers=0, batch=8, seed=3):
 
 
 WEIGHTS = {
-    "as they are": [{}, {}],
     "proportion": [{"proportion": 0.25}, {"proportion": 0.75}],
-    "repeat": [{"repeat": 0.5}, {"repeat": 3.0}],
-    "choose": [{"choose": 100}, {"choose": 60}],
+    "repeat and choose": [{"repeat": 0.5}, {"choose": 60}],
     "repeat of one": [{}, {"repeat": 2.0}],
 }
 
@@ -73,7 +70,7 @@ def test_the_mixed_order_is_that_of_plain_streaming(two, weights):
     )
     expected = [torch.from_numpy(np.stack([row["moments"] for row in plain])) for _ in range(2)]
     own, num = loader_of(streams), plain.epoch_size // 8
-    assert epoch_samples(streams, [192, 64]) == plain.epoch_size == own.dataset.epoch_size
+    assert count_epoch_samples(streams, [192, 64]) == plain.epoch_size == sum(own.dataset.chosen)
     del plain
     for of_epoch in expected:
         batches = list(own)
@@ -111,34 +108,31 @@ def test_weights_that_do_not_go_together_are_refused():
 
 
 def test_streams_that_cannot_be_mixed_are_refused(two, tmp_path):
-    def texts(*streams, batch=8, **more):
-        config = DataConfig(stage="moments", streams=list(streams), **more)
-        return [": ".join(problem) for problem in config.problems(batch, {})]
-
     first, second = map(str, two)
-    assert texts(StreamConfig(first), StreamConfig(second)) == []
-    assert texts(StreamConfig(first), remote=second) == [
-        f"data.streams: given beside data.remote={second}. Give one of them."
-    ]
-    assert texts(StreamConfig(first), StreamConfig(first, str(tmp_path / "x"))) == [
-        f"data.streams[1].remote: {first} is the stage of data.streams[0]. Give it once, with repeat=2 for twice."
-    ]
-    cache = str(tmp_path / "cache")
-    assert texts(StreamConfig(first, cache), StreamConfig(second, cache)) == [
-        f"data.streams[1].local: {cache} is that of data.streams[0]. Give each stream a folder of its own."
-    ]
-    assert texts(StreamConfig(first), StreamConfig(second, repeat=0.001)) == [
-        "data.streams[1]: none of its 64 samples would be in an epoch. Give it more."
-    ]
-    assert texts(StreamConfig(first, choose=20), StreamConfig(second, choose=20), batch=64) == [
-        "global_batch_size: 64 is more than the 40 samples of an epoch of all streams. Take a smaller one, or more data."
-    ]
-    assert texts(StreamConfig(first), StreamConfig(f"{second}x"))[0].startswith(
-        f"data.streams[1].remote: no folder {second}x."
-    )
-    assert texts(StreamConfig(first), StreamConfig()) == [
-        "data.streams: not given. Give a stage's folder or s3:// address, or data.synthetic=true."
-    ]
+    total, cache = sum(read_dataset(location).num_samples for location in (first, second)), str(tmp_path / "cache")
+    none = "data.streams[1]: none of its 64 samples would be in an epoch. Give it more."
+    # Rounded, 0.6 is one of 64 samples, but streaming's division leaves it to whichever stream is drawn.
+    rare = [StreamConfig(first, proportion=1 - 0.6 / total), StreamConfig(second, proportion=0.6 / total)]
+    for streams, problem in (
+        ([StreamConfig(first), StreamConfig(first, cache)], f"data.streams[1].remote: {first} is the stage of data.st"),
+        (
+            [StreamConfig(first, cache), StreamConfig(second, cache)],
+            f"data.streams[1].local: {cache} is that of data.s",
+        ),
+        ([StreamConfig(first), StreamConfig(second, repeat=0.001)], none),
+        (rare, none),
+        (
+            [StreamConfig(first, choose=20), StreamConfig(second, choose=20)],
+            "global_batch_size: 64 is more than the 40",
+        ),
+        ([StreamConfig(first), StreamConfig(f"{second}x")], f"data.streams[1].remote: no folder {second}x."),
+        ([StreamConfig(first), StreamConfig()], "data.streams: not given. Give a stage's folder or s3:// address, "),
+        ([StreamConfig(first), StreamConfig(second)], None),
+    ):
+        problems = DataConfig(stage="moments", streams=streams).problems(64, {})
+        assert [": ".join(each).startswith(problem or "-") for each in problems] == [True] * bool(problem), problems
+    [given] = DataConfig(stage="moments", streams=[StreamConfig(first)], remote=second).problems(8, {})
+    assert ": ".join(given) == f"data.streams: given beside data.remote={second}. Give one of them."
 
 
 def test_sums_lie_on_the_models_device_also_before_a_batch():
@@ -157,19 +151,15 @@ def test_sums_lie_on_the_models_device_also_before_a_batch():
     assert seen == ["meta"]
 
 
-def test_an_error_within_streams_is_the_only_one(tmp_path):
-    given = f"data.streams=[{{remote: {tmp_path}, captoin: x}}]"
+@pytest.mark.usefixtures("quick_estimate")
+def test_an_unknown_key_within_streams_is_the_only_error(tmp_path):
+    words = [f"data.streams=[{{remote: {tmp_path}, captoin: x}}]", "model.weights=random"]
     with pytest.raises(ConfigError) as error:
-        load(RunConfig, parse_command_line([given, "model.weights=random"], {}), check=benchmark.check)
-    known = "remote, local, facts, caption, proportion, repeat, choose"
-    assert [text for text in error.value.problems if text.startswith(("command line", "data"))] == [
-        f"command line: unknown key 'data.streams[0].captoin'. Known: {known}."
-    ]
-
-
-def test_a_name_is_short_and_of_one_stream():
-    assert names_of(["s3://b/laion/moments/", "/data/emoji"]) == ["moments", "emoji"]
-    assert names_of(["a/moments", "b/moments"]) == ["0-moments", "1-moments"]
+        load(RunConfig, parse_command_line(words, {}), check=benchmark.check)
+    [text] = [text for text in error.value.problems if text.startswith(("command line", "data"))]
+    assert text.startswith("command line: unknown key 'data.streams[0].captoin'. Known: remote, local, ")
+    assert name_datasets(["s3://b/laion/moments/", "/data/emoji"]) == ["moments", "emoji"]
+    assert name_datasets(["a/moments", "b/moments"]) == ["0-moments", "1-moments"]
 
 
 @pytest.mark.slow
@@ -181,8 +171,8 @@ def test_a_run_of_two_streams_counts_both_and_goes_on_bit_for_bit(miniature, two
     whole, part = tmp_path / "whole", tmp_path / "part"
     assert benchmark.main(miniature.small(tmp_path, "whole", *own)) == 0
     assert benchmark.main(miniature.small(tmp_path, "part", *own, "max_duration=6ba")) == 0  # within a window
-    for path in listed(part / "checkpoints", FULL)[:1]:
-        path.unlink()  # as if it had been killed after batch 6: it goes on from batch 3
+    for path in list_checkpoints(part / "checkpoints", FULL)[:1]:
+        path.unlink()  # as if it had been killed after batch 6: it resumes from batch 3
     assert benchmark.main(miniature.small(tmp_path, "part", *own)) == 0
     lines, again = (read_lines(folder / "metrics.jsonl") for folder in (whole, part))
     assert [line["streams"] for line in lines] == [line["streams"] for line in again]
@@ -192,7 +182,9 @@ def test_a_run_of_two_streams_counts_both_and_goes_on_bit_for_bit(miniature, two
         assert set(of) == {"0-moments", "1-moments"} and sum(each["samples"] for each in of.values()) == num > 0
         total = sum(each["samples"] * each["loss"] for each in of.values() if each["samples"])
         assert total / num == pytest.approx(line["loss"], rel=1e-5)
-    newest = [torch.load(listed(folder / "checkpoints", FULL)[0], weights_only=False) for folder in (whole, part)]
+    newest = [
+        torch.load(list_checkpoints(folder / "checkpoints", FULL)[0], weights_only=False) for folder in (whole, part)
+    ]
     assert newest[0]["identity"]["stage"] == [
         json.loads((at / "dataset.json").read_text())["index_sha256"] for at in two
     ]
@@ -201,32 +193,25 @@ def test_a_run_of_two_streams_counts_both_and_goes_on_bit_for_bit(miniature, two
 
 
 def test_a_stream_names_the_column_of_its_captions(tmp_path):
-    family = load_family("sd2", "tiny", "stock")
-    columns = {name: array_encoding(c.stored, c.shape) for name, c in family.columns("moments", (64, 64)).items()}
-    with MDSWriter(
-        out=str(tmp_path / "a"), columns={**columns, "caption": "str", "key": "str", "alt": "json"}, hashes=[HASH]
-    ) as writer:
+    family, out = load_family("sd2", "tiny", "stock"), str(tmp_path / "a")
+    columns = {name: array_encoding(c.stored_dtype, c.shape) for name, c in family.columns("moments", (64, 64)).items()}
+    columns |= {"caption": "str", "key": "str", "alt": "json"}
+    row = {"moments": np.zeros((8, 8, 8), np.float16), "tokens": np.zeros(77, np.uint16), "caption": "own"}
+    with MDSWriter(out=out, columns=columns, hashes=[HASH]) as writer:
         for number in range(8):
-            moments = np.zeros((8, 8, 8), np.float16)
-            row = {"moments": moments, "tokens": np.zeros(77, np.uint16), "caption": "own", "key": str(number)}
-            writer.write({**row, "alt": [f"a dog {number}", 3]})
-    write_facts(tmp_path / "a", "moments", {})
-    config = DataConfig(stage="moments", streams=[StreamConfig(str(tmp_path / "a"), caption="alt")], workers=0)
+            writer.write({**row, "key": str(number), "alt": [f"a dog {number}", 3]})
+    write_metadata(tmp_path / "a", "moments", {})
+    config = DataConfig(stage="moments", streams=[StreamConfig(out, caption="alt")], workers=0)
     loader = build_data(config, family, size=(64, 64), device_batch_size=8, device=CPU, seed=1).dataloader
     [batch] = list(loader)
     wanted = family.tokenize([f"a dog {number}" for number in range(8)])["tokens"].tolist()
     assert sorted(batch["tokens"].tolist()) == sorted(wanted)
     loader.close()
-    for column, text, said in (
-        (
-            "alts",
-            "encoded",
-            f"alts, but {tmp_path}/a has no column of that name. Possible: a column of str or json; it has ",
-        ),
-        ("tokens", "encoded", "tokens is ndarray:uint16:77. Possible: a column of str or json; it has "),
-        ("alt", "stored", "alt, but data.text=stored: those are states of the stage's own captions. Leave it out."),
+    possible = "Possible: a column of str or json; it has "
+    for column, text, problem in (
+        ("alts", "encoded", f"alts, but {out} has no column of that name. {possible}"),
+        ("tokens", "encoded", f"tokens is ndarray:uint16:77. {possible}"),
+        ("alt", "stored", "alt, but data.text=stored: those are states of the stage's own captions. "),
     ):
-        [(key, given)] = stage_checks.caption_problems(
-            "data.streams[0].caption", column, read_stage(str(tmp_path / "a")), text
-        )
-        assert key == "data.streams[0].caption" and given.startswith(said)
+        [(key, message)] = mixture.caption_problems("data.streams[0].caption", column, read_dataset(out), text)
+        assert key == "data.streams[0].caption" and message.startswith(problem)

@@ -1,10 +1,11 @@
 """The MLPerf log: MLPerf's own checkers, called as programs, accept it; and what a run, a restart and eval.py write."""
 
+# ruff: noqa: F811  (fixtures of another file)
+
 from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,30 +20,32 @@ from test_evaluation import words_of  # noqa: F401
 
 import benchmark
 import eval as eval_command
-from callbacks.mlperf_log import MLPerfConfig, conclude
-from cli.command_line import parse_command_line
-from cli.errors import ConfigError
-from config import flat, load
-from evaluation.scoring import TargetConfig
-from preflight.run import closed_data_problems, quick_problems
-from record.checkpoint_files import WEIGHTS, listed, read, stem, write
-from record.mlperf_events import MADE_WITH, TOKEN, EventLog, read_events
-from reports.mlperf_runs import read_run
-from training import scores
-from zoo.mlperf_sd import RULESETS, SD
+from callbacks.mlperf_log import conclude
+from checkpointing.files import WEIGHTS, file_stem, list_checkpoints, read_checkpoint, write_checkpoint
+from common.command_line import parse_command_line
+from common.errors import ConfigError
+from config import flatten, load
+from evaluation import scores
+from evaluation.scorer import TargetConfig
+from families.mlperf import SD, SD_RULESETS
+from preflight.config_checks import closed_data_problems, quick_problems
+from reports.mlperf import check, read_run
+from run_folder.mlperf_log import MADE_WITH, EventLog, read_events
 
 pytestmark = pytest.mark.timeout(200, func_only=True)
 
 
-def program(tmp_path: Path, module: str, *words: object) -> tuple[bool, str]:
-    """Call a checker as its users do. Returns whether it is content, and what it said."""
-    log = f"--log_output={tmp_path / 'checker.log'}"
-    done = run(sys.executable, "-m", f"mlperf_logging.{module}", *map(str, words), log, timeout=120)
-    return done.returncode == 0, done.stdout + done.stderr
-
-
 def compliance(tmp_path: Path, log: Path, ruleset: str = "5.0.0") -> tuple[bool, str]:
-    return program(tmp_path, "compliance_checker", "--usage=training", f"--ruleset={ruleset}", "--werror", log)
+    """Call MLPerf's checker as its users do. Returns whether it accepts the log, and what it printed."""
+    words = [
+        "--usage=training",
+        f"--ruleset={ruleset}",
+        "--werror",
+        str(log),
+        f"--log_output={tmp_path / 'checker.log'}",
+    ]
+    done = run(sys.executable, "-m", "mlperf_logging.compliance_checker", *words, timeout=120)
+    return done.returncode == 0, done.stdout + done.stderr
 
 
 def keys(log: Path) -> list[str]:
@@ -73,28 +76,22 @@ EVALUATION = ["eval_start", "eval_accuracy", "eval_accuracy", "eval_stop"]
 # --- events ---
 
 
-def test_events_are_in_order_and_all_after_run_start_say_how_many_images(tmp_path):
+def test_events_are_in_order_and_all_after_run_start_have_their_number_of_images(tmp_path):
     points = curves(512)[0]
     write_run(tmp_path, points, seed=3)
     events = read_events(tmp_path / "mlperf.log")
     num = next(n for n, point in enumerate(points) if passes(point)) + 1
     assert [event["key"] for event in events] == [*HEAD, *(num * (BLOCK + EVALUATION)), "run_stop"]
-    begin = len(HEAD) - 1
-    assert all(isinstance(event["metadata"]["samples_count"], int) for event in events[begin:])
+    assert all(isinstance(event["metadata"]["samples_count"], int) for event in events[len(HEAD) - 1 :])
     accuracies = [event for event in events if event["key"] == "eval_accuracy"]
     assert [(e["metadata"]["metric"], e["value"], e["metadata"]["samples_count"]) for e in accuracies] == [
         (metric.upper(), point[metric], point["images"]) for point in points[:num] for metric in ("fid", "clip")
     ]
     assert only(events, "opt_base_learning_rate")["value"] == 6.4e-5  # scaled by the batch, not an image's
     assert [event["value"] for event in events if event["key"] == "lr_abs"] == [1e-4 / 2**batch for batch in range(num)]
-    assert only(events, "seed")["metadata"]["file"] == "callbacks/mlperf_log.py"
-    stop = only(events, "run_stop")
-    assert stop["metadata"] | {"lineno": 0} == {
-        "file": "record/mlperf_events.py",
-        "lineno": 0,
-        "status": "success",
-        "samples_count": points[num - 1]["images"],
-    }
+    stop = only(events, "run_stop")["metadata"]
+    assert (stop["file"], stop["status"]) == ("run_folder/mlperf_log.py", "success")
+    assert stop["samples_count"] == points[num - 1]["images"]
     kinds = {event["key"]: event["event_type"] for event in events}
     assert (kinds["run_start"], kinds["run_stop"], kinds["seed"]) == ("INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME")
 
@@ -102,27 +99,13 @@ def test_events_are_in_order_and_all_after_run_start_say_how_many_images(tmp_pat
 def test_times_are_those_of_the_events_and_an_evaluation_began_before_it_was_known(tmp_path):
     write_run(tmp_path, curves(512)[0], seed=3)
     events = read_events(tmp_path / "mlperf.log")
-    second = {
-        key: (only(events, key)["time_ms"] / 1000 - BEGAN)
-        for key in ("init_start", "init_stop", "run_start", "run_stop")
-    }
-    images = only(events, "run_stop")["metadata"]["samples_count"]
-    num = images // 512_000
+    keys = ("init_start", "init_stop", "run_start", "run_stop")
+    num = only(events, "run_stop")["metadata"]["samples_count"] // 512_000
     expected = (0.0, 60.0, 60.0, 60.0 + 512.0 * num + 100.0 * num)  # 1,000 images/s; now, evaluations included
-    assert tuple(second.values()) == pytest.approx(expected)
+    assert tuple(only(events, key)["time_ms"] / 1000 - BEGAN for key in keys) == pytest.approx(expected)
     first = [event for event in events if event["key"] in ("block_stop", "eval_start", "eval_stop")][:3]
     assert [event["time_ms"] / 1000 - BEGAN for event in first] == pytest.approx([572.0, 572.0, 672.0])
     assert next(e for e in events if e["key"] == "tracked_stats")["value"] == {"throughput": pytest.approx(1000.0)}
-
-
-@pytest.mark.parametrize(
-    ("took_sec", "text"), [(60.0, "30 min.\n"), (1801.0, "30 min: TOO LONG, the checker will refuse")]
-)
-def test_initialisation_is_shown_with_its_limit(tmp_path, capsys, took_sec, text):
-    drive = Drive(tmp_path, closed(), header(512, 1))
-    drive.time = BEGAN + took_sec
-    drive.start()
-    assert f"mlperf: initialised in {took_sec:.1f} s; the closed division allows {text}" in capsys.readouterr().err
 
 
 def test_rank_0_alone_writes(tmp_path, monkeypatch):
@@ -141,7 +124,7 @@ def test_a_disk_that_is_full_stops_the_run(tmp_path):
 
 
 class Running:
-    """A clock that goes on by a millisecond at each look, as a real one does between two events."""
+    """A clock that advances by a millisecond at each call."""
 
     def __init__(self, drive: Drive):
         self.drive = drive
@@ -191,7 +174,7 @@ def killed(folder: Path) -> None:
         file.write(':::MLLOG {"namespace": "", "time_ms": 17000')
 
 
-def test_a_resumed_run_goes_on_in_the_same_log_and_says_so(tmp_path, capsys):
+def test_a_resumed_run_continues_in_the_same_log_with_a_restart(tmp_path, capsys):
     points = curves(512)[0]
     killed(tmp_path)
     again = Drive(tmp_path, closed(), header(512, 1))
@@ -200,22 +183,15 @@ def test_a_resumed_run_goes_on_in_the_same_log_and_says_so(tmp_path, capsys):
     for point in points[1:]:
         again.train(point["images"])
         again.evaluate(point)
-        if passes(point):
-            break
     again.end()
     found = keys(tmp_path / "mlperf.log")
     assert found[: len(HEAD)] == HEAD
     assert found[len(HEAD) :][:12] == [*BLOCK, *EVALUATION, "block_start", "restart", "block_start"]
-    assert {
-        key: found.count(key) for key in ("init_start", "init_stop", "run_start", "run_stop", "restart")
-    } == dict.fromkeys(("init_start", "init_stop", "run_start", "run_stop", "restart"), 1)
-    restart = only(read_events(tmp_path / "mlperf.log"), "restart")
-    assert restart["metadata"]["samples_count"] == 512_000
-    assert (
-        "mlperf: restarted at 512,000 images: no result of the closed division; for one, take another"
-        in capsys.readouterr().err
-    )
-    assert compliance(tmp_path, tmp_path / "mlperf.log")[0]  # the checker does not know of restarts: the report does
+    once = ("init_start", "init_stop", "run_start", "run_stop", "restart")
+    assert [found.count(key) for key in once] == [1] * len(once)
+    assert only(read_events(tmp_path / "mlperf.log"), "restart")["metadata"]["samples_count"] == 512_000
+    said = "mlperf: restarted at 512,000 images: no result of the closed division; for one, take another"
+    assert said in capsys.readouterr().err
 
 
 def test_a_log_that_ends_before_run_start_is_begun_anew(tmp_path):
@@ -227,7 +203,7 @@ def test_a_log_that_ends_before_run_start_is_begun_anew(tmp_path):
     assert keys(tmp_path / "mlperf.log") == HEAD
 
 
-def test_a_run_whose_log_was_taken_away_says_that_it_did_not_begin_here(tmp_path):
+def test_a_new_log_of_a_resumed_run_says_that_it_did_not_begin_here(tmp_path):
     drive = Drive(tmp_path, closed(), header(512, 1))
     drive.start(512_000)
     drive.train(1_024_000)
@@ -236,7 +212,7 @@ def test_a_run_whose_log_was_taken_away_says_that_it_did_not_begin_here(tmp_path
     assert only(events, "restart")["metadata"]["samples_count"] == 512_000
 
 
-def test_a_line_that_is_no_event_is_named_and_nothing_behind_it_is_lost(tmp_path):
+def test_a_line_that_is_no_event_is_named_and_nothing_after_it_is_lost(tmp_path):
     write_run(tmp_path, curves(512)[0], seed=1)
     log = tmp_path / "mlperf.log"
     text = log.read_text().replace(':::MLLOG {"namespace": "", "time_ms"', ':::MLLOG {"namespace: "", "time_ms"', 1)
@@ -247,23 +223,7 @@ def test_a_line_that_is_no_event_is_named_and_nothing_behind_it_is_lost(tmp_path
     assert log.read_text() == text
 
 
-def test_a_folder_in_the_place_of_the_log_is_named(tmp_path):
-    (tmp_path / "mlperf.log").mkdir()
-    with pytest.raises(ConfigError, match=r"mlperf.log: a folder, where the log of the run belongs. Take it away, or"):
-        Drive(tmp_path, closed(), header(512, 1)).start()
-
-
-def test_an_evaluation_that_only_the_record_has_comes_at_the_next_start(tmp_path):
-    drive = Drive(tmp_path, closed(), header(512, 1))
-    drive.start()
-    drive.train(512_000)
-    again = Drive(tmp_path, closed(), header(512, 1))
-    again.evaluations.append(curves(512)[0][0])
-    again.start(512_000)
-    assert keys(tmp_path / "mlperf.log")[len(HEAD) :] == [*BLOCK, "restart", *EVALUATION]
-
-
-def test_what_a_resume_goes_back_behind_is_written_again(tmp_path):
+def test_an_evaluation_after_the_resumed_checkpoint_is_written_again(tmp_path):
     points = curves(512)[0]
     drive = Drive(tmp_path, closed(), header(512, 1))
     drive.start()
@@ -275,15 +235,11 @@ def test_what_a_resume_goes_back_behind_is_written_again(tmp_path):
     again.start(512_000)  # the checkpoint at 1,024,000 images was damaged
     again.train(1_024_000)
     again.evaluate({**points[1], "fid": 123.0})
-    events = [event for event in read_events(tmp_path / "mlperf.log") if event["key"] == "eval_accuracy"]
-    assert [event["value"] for event in events if event["metadata"]["metric"] == "FID"] == [
-        points[0]["fid"],
-        points[1]["fid"],
-        123.0,
-    ]
+    fids = [e["value"] for e in read_events(tmp_path / "mlperf.log") if e["metadata"].get("metric") == "FID"]
+    assert fids == [points[0]["fid"], points[1]["fid"], 123.0]
 
 
-def test_a_run_that_goes_on_behind_its_end_loses_its_run_stop(tmp_path):
+def test_a_run_that_is_trained_past_its_end_loses_its_run_stop(tmp_path):
     points = curves(512)[0]
     drive = Drive(tmp_path, closed(), header(512, 1))
     drive.whole(points[:2])
@@ -294,7 +250,7 @@ def test_a_run_that_goes_on_behind_its_end_loses_its_run_stop(tmp_path):
     assert "run_stop" not in keys(tmp_path / "mlperf.log")
 
 
-def test_a_run_that_was_killed_behind_its_run_stop_is_left_as_it_is(tmp_path):
+def test_a_run_that_was_killed_after_its_run_stop_keeps_its_log(tmp_path):
     write_run(tmp_path, curves(512)[0], seed=1)
     before = (tmp_path / "mlperf.log").read_bytes()
     again = Drive(tmp_path, closed(), header(512, 1))
@@ -306,7 +262,7 @@ def test_a_run_that_was_killed_behind_its_run_stop_is_left_as_it_is(tmp_path):
 # --- MLPerf's checkers, as programs ---
 
 
-@pytest.mark.parametrize("ruleset", RULESETS)
+@pytest.mark.parametrize("ruleset", SD_RULESETS)
 def test_the_checker_accepts_the_closed_constants(tmp_path, ruleset):
     write_run(tmp_path, curves(512)[0], seed=3, config=closed(ruleset))
     accepted, said = compliance(tmp_path, tmp_path / "mlperf.log", ruleset)
@@ -317,73 +273,31 @@ REFUSED = {
     "fid": ({}, {"fid": 95.0}, "Failed checks for aggregated_eval_accuracy"),
     "clip": ({}, {"clip": 0.149}, "Failed checks for aggregated_eval_accuracy"),
     "a constant": ({"opt_adamw_epsilon": 1e-6}, {}, "CHECK for 'opt_adamw_epsilon' failed"),
-    "one metric": ({}, {"clip": None}, "KeyError: 'CLIP'"),  # the checker's own way to refuse
+    "one metric": ({}, {"clip": None}, "an evaluation without 'CLIP'"),
 }
 
 
-@pytest.mark.parametrize(
-    ("what", "ruleset"), [("fid", "4.0.0"), ("fid", "4.1.0"), *((what, "5.0.0") for what in REFUSED)]
-)
-def test_the_checker_refuses_in_the_closed_division(tmp_path, what, ruleset):
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_checker_refuses_in_the_closed_division(tmp_path, what):
     """FID above the target at every point; CLIP below it; another epsilon; no CLIP at all."""
     of_header, of_points, message = REFUSED[what]
     points = [{**point, **of_points} for point in curves(512)[0][:6]]
-    drive = Drive(tmp_path, closed(ruleset), header(512, 1, **of_header))
+    drive = Drive(tmp_path, closed(), header(512, 1, **of_header))
     drive.start()
     for point in points:
         drive.train(point["images"])
         drive.evaluate(point)
-    drive.log.stop(points[-1], points[-1]["images"])  # it says `success`, whatever the figures are
-    accepted, said = compliance(tmp_path, tmp_path / "mlperf.log", ruleset)
-    assert not accepted and message in said, said
+    drive.log.stop(points[-1], points[-1]["images"])  # `success`, whatever the figures are
+    assert message in (check(tmp_path / "mlperf.log", "5.0.0") or "")
 
 
-def test_the_checker_refuses_an_initialisation_that_took_too_long(tmp_path):
+@pytest.mark.parametrize("took_sec", [1799.0, 1801.0])
+def test_the_log_of_an_initialization_over_30_minutes_is_announced_as_refused_and_is(tmp_path, capsys, took_sec):
     drive = Drive(tmp_path, closed(), header(512, 1))
-    drive.time = BEGAN + 1801.0
+    drive.time = BEGAN + took_sec
     drive.whole(curves(512)[0])
-    accepted, said = compliance(tmp_path, tmp_path / "mlperf.log")
-    assert not accepted and "CHECK for 'init_stop' failed" in said
-
-
-@pytest.fixture(scope="module")
-def ten(tmp_path_factory) -> Path:
-    """Ten logs of the reference's runs at 512: fixtures, not results."""
-    folder, parts = tmp_path_factory.mktemp("ten"), tmp_path_factory.mktemp("parts")
-    for n, points in enumerate(curves(512)[:10]):
-        log = write_run(parts / str(n), points, seed=n, config=closed("4.0.0")) / "mlperf.log"
-        (folder / f"result_{n}.txt").write_bytes(log.read_bytes())
-    return folder
-
-
-def test_every_fixture_says_that_it_is_none(ten):
-    for log in ten.iterdir():
-        assert "not a result" in only(read_events(log), "fixture")["value"]
-
-
-@pytest.mark.parametrize(
-    ("ruleset", "says"),
-    [
-        # At 512 and this learning rate 4.0.0 has a reference point of its own; 4.1.0's pruned points give it by interpolation
-        # between 256 and 1024, 5.0.0's between 256 and 2048.
-        ("4.0.0", "RCP found, RCP test PASSED"),
-        ("4.1.0", "RCP Interpolation, RCP test PASSED"),
-        ("5.0.0", "RCP Interpolation, RCP test PASSED"),
-    ],
-)
-def test_the_checker_of_reference_points_passes_ten_logs_of_the_reference(ten, tmp_path, ruleset, says):
-    accepted, said = program(tmp_path, "rcp_checker", ten, f"--rcp_version={ruleset}")
-    assert accepted and says in said, said
-
-
-def test_the_checker_of_reference_points_refuses_ten_that_are_too_fast(tmp_path):
-    """The same curves at half the images."""
-    for n, points in enumerate(curves(512)[:10]):
-        fast = [{**point, "images": point["images"] // 2} for point in points]
-        log = write_run(tmp_path / str(n), fast, seed=n) / "mlperf.log"
-        (tmp_path / f"result_{n}.txt").write_bytes(log.read_bytes())
-    accepted, said = program(tmp_path, "rcp_checker", tmp_path, "--rcp_version=5.0.0")
-    assert not accepted and "RCP test FAILED" in said
+    is_late, problem = "30 min: TOO LONG" in capsys.readouterr().err, check(tmp_path / "mlperf.log", "5.0.0")
+    assert is_late == (took_sec > 1800) == ("CHECK for 'init_stop' failed" in (problem or "")) == (problem is not None)
 
 
 # --- evaluated afterwards ---
@@ -400,9 +314,9 @@ def waiting(folder: Path, points: list[dict], target: str = "pending") -> list[d
     (folder / "summary.json").write_text(json.dumps({"target": target}))
     rows = []
     for point in points:
-        path = write(
+        path = write_checkpoint(
             folder / "checkpoints",
-            stem(WEIGHTS, point["images"]),
+            file_stem(WEIGHTS, point["images"]),
             {"schema": 1, "unix_time": BEGAN + point["images"] / 1000},
         )
         rows.append({**point, "snapshot": path.name})
@@ -410,65 +324,54 @@ def waiting(folder: Path, points: list[dict], target: str = "pending") -> list[d
 
 
 def test_afterwards_the_log_closes_at_the_time_of_the_snapshot_that_passed_first(tmp_path):
-    points = curves(512)[0][:8]
-    rows = waiting(tmp_path, points)
-    assert keys(tmp_path / "mlperf.log") == [*HEAD, *(8 * BLOCK)]  # open
+    rows = waiting(tmp_path, curves(512)[0][:8])
+    log = tmp_path / "mlperf.log"
+    assert keys(log) == [*HEAD, *(8 * BLOCK)]  # open
     first = next(n for n, row in enumerate(rows) if passes(row))
     conclude(tmp_path, rows[first - 1 : first + 1], rows[first])
-    events = read_events(tmp_path / "mlperf.log")
+    events = read_events(log)
     assert [event["key"] for event in events] == [*HEAD, *(8 * BLOCK), *(2 * EVALUATION), "run_stop"]
-    stop = events[-1]
-    assert (stop["metadata"]["status"], stop["metadata"]["samples_count"]) == ("success", rows[first]["images"])
-    assert stop["time_ms"] / 1000 == BEGAN + rows[first]["images"] / 1000
-    assert {e["metadata"]["samples_count"] for e in events if e["key"] == "eval_accuracy"} == {
-        rows[first - 1]["images"],
-        rows[first]["images"],
-    }
-    assert compliance(tmp_path, tmp_path / "mlperf.log")[0]
-    before = (tmp_path / "mlperf.log").read_bytes()
+    stop, images = events[-1], [row["images"] for row in rows]
+    assert (stop["metadata"]["status"], stop["metadata"]["samples_count"]) == ("success", images[first])
+    assert stop["time_ms"] / 1000 == BEGAN + images[first] / 1000
+    evaluated = {e["metadata"]["samples_count"] for e in events if e["key"] == "eval_accuracy"}
+    assert evaluated == {images[first - 1], images[first]} and check(log, "5.0.0") is None
+    before = log.read_bytes()
     conclude(tmp_path, rows, rows[first])  # a log that training has closed stays as it is
-    assert (tmp_path / "mlperf.log").read_bytes() == before
+    assert log.read_bytes() == before
 
 
 def test_a_log_that_was_closed_afterwards_gets_the_points_before_in_order_and_keeps_its_end(tmp_path, capsys):
-    points = curves(512)[0][:8]
-    rows = waiting(tmp_path, points)
+    rows, log = waiting(tmp_path, curves(512)[0][:8]), tmp_path / "mlperf.log"
     first = next(n for n, row in enumerate(rows) if passes(row))
     assert first >= 3
-    log = tmp_path / "mlperf.log"
     conclude(tmp_path, rows[first - 1 : first + 1], rows[first], afterwards=True)
     (tmp_path / "summary.json").write_text(json.dumps({"target": "reached"}))
-    closed_so = log.read_text().splitlines()
+    before = log.read_text().splitlines()
     capsys.readouterr()
     conclude(tmp_path, rows, rows[first], afterwards=True)
-    assert log.read_text().splitlines()[: len(closed_so) - 1] == closed_so[:-1]  # what stood there stands there
-    events = read_events(log)
-    images = [row["images"] for row in rows]
+    assert log.read_text().splitlines()[: len(before) - 1] == before[:-1]
+    events, images = read_events(log), [row["images"] for row in rows]
     evaluated = [event["metadata"]["samples_count"] for event in events if event["key"] == "eval_stop"]
     assert evaluated == [*images[first - 1 : first + 1], *images[: first - 1]]
-    stop = {key: only(events, "run_stop")[key] for key in ("time_ms", "value")}
-    assert stop == {"time_ms": 1000 * (BEGAN + images[first] / 1000), "value": None} and events[-1]["key"] == "run_stop"
-    assert events[-1]["metadata"]["status"] == "success" and runs_backwards(log) == []
-    said = (
-        f"mlperf: the log has {first - 1} evaluations more; it ends as before: success at {images[first]:,} images.\n"
-    )
-    assert capsys.readouterr().err == said
-    assert compliance(tmp_path, log)[0]
+    stop = only(events, "run_stop")
+    assert stop["time_ms"] == 1000 * (BEGAN + images[first] / 1000) and stop == events[-1]
+    assert stop["metadata"]["status"] == "success" and runs_backwards(log) == []
+    said = f"the log has {first - 1} evaluations more; it ends as before: success at {images[first]:,} images.\n"
+    assert capsys.readouterr().err == f"mlperf: {said}"
+    assert check(log, "5.0.0") is None
     whole = log.read_bytes()
     conclude(tmp_path, rows, rows[first], afterwards=True)  # nothing is new
     assert log.read_bytes() == whole
 
 
-def test_a_log_that_was_closed_afterwards_ends_where_an_earlier_snapshot_met_the_target_after_all(tmp_path):
+def test_a_log_that_was_closed_afterwards_ends_at_an_earlier_snapshot_that_met_the_target(tmp_path):
     rows = waiting(tmp_path, curves(512)[0][:8])
     conclude(tmp_path, rows[4:6], rows[5], afterwards=True)
     conclude(tmp_path, rows[:6], rows[2], afterwards=True)
-    events = read_events(tmp_path / "mlperf.log")
+    events, images = read_events(tmp_path / "mlperf.log"), rows[2]["images"]
     stop = only(events, "run_stop")
-    assert (stop["metadata"]["samples_count"], stop["time_ms"]) == (
-        rows[2]["images"],
-        1000 * (BEGAN + rows[2]["images"] / 1000),
-    )
+    assert (stop["metadata"]["samples_count"], stop["time_ms"]) == (images, 1000 * (BEGAN + images / 1000))
     assert sum(event["key"] == "eval_stop" for event in events) == 5
     conclude(tmp_path, rows[:2], None, afterwards=True)  # a part of the rows is no other end
     assert only(read_events(tmp_path / "mlperf.log"), "run_stop") == stop
@@ -484,7 +387,7 @@ def test_two_commands_that_come_to_their_end_at_once_close_a_log_once(tmp_path):
     assert (found.count("run_stop"), found.count("eval_stop")) == (1, rows.index(first) + 1)
 
 
-def test_a_run_that_another_process_has_keeps_its_log_as_it_is(tmp_path, monkeypatch):
+def test_the_log_of_a_run_that_another_process_uses_stays_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr("callbacks.mlperf_log.LOCK_TIMEOUT_SEC", 0.1)
     rows = waiting(tmp_path, curves(512)[0][:3])
     before = (tmp_path / "mlperf.log").read_bytes()
@@ -496,36 +399,26 @@ def test_a_run_that_another_process_has_keeps_its_log_as_it_is(tmp_path, monkeyp
     assert (tmp_path / "mlperf.log").read_bytes() == before
 
 
-def test_afterwards_what_lies_behind_the_first_pass_stays_out(tmp_path):
-    rows = waiting(tmp_path, curves(512)[0][:8])
-    first = next(n for n, row in enumerate(rows) if passes(row))
-    conclude(tmp_path, rows, rows[first])
-    assert keys(tmp_path / "mlperf.log").count("eval_stop") == first + 1
-
-
 def test_afterwards_a_run_that_never_passed_is_aborted_at_its_last_snapshot(tmp_path):
-    rows = waiting(tmp_path, curves(512)[0][:3])
-    conclude(tmp_path, rows, None)
+    conclude(tmp_path, waiting(tmp_path, curves(512)[0][:3]), None)
     stop = read_events(tmp_path / "mlperf.log")[-1]
-    assert (stop["key"], stop["metadata"]["status"], stop["time_ms"]) == (
-        "run_stop",
-        "aborted",
-        1000 * (BEGAN + 1536.0),
-    )
+    assert (stop["key"], stop["metadata"]["status"]) == ("run_stop", "aborted")
+    assert stop["time_ms"] == 1000 * (BEGAN + 1536.0)
 
 
 def test_a_trial_closes_no_log(tmp_path, capsys):
     """Scored with another guidance than the run's own."""
     rows = [{**row, "partial": False, "seconds": 1.0} for row in waiting(tmp_path, curves(512)[0][:8])]
     (tmp_path / "config.yaml").write_text("eval:\n  guidance: 3.0\n")
-    config = eval_command.EvalCommand(mlperf=closed(), target=TargetConfig(90.0, 0.15))
-    scores.conclude(config, tmp_path, rows)
+    target = TargetConfig(90.0, 0.15)
+    of_command = flatten(eval_command.EvalCommand(mlperf=closed(), target=target))
+    scores.record_target_outcome(tmp_path, rows, target, of_command, has_own_table=True, has_mlperf_log=True)
     assert ": eval.guidance. Its summary.json stays" in capsys.readouterr().err
     assert keys(tmp_path / "mlperf.log") == [*HEAD, *(8 * BLOCK)]
     assert json.loads((tmp_path / "summary.json").read_text())["target"] == "pending"  # and may still be decided
 
 
-def test_a_run_that_still_trains_or_was_decided_in_training_is_left_alone(tmp_path):
+def test_a_run_that_still_trains_or_was_decided_in_training_keeps_its_log(tmp_path):
     rows = waiting(tmp_path, curves(512)[0][:8], target="reached")
     conclude(tmp_path, rows, rows[-1])
     (tmp_path / "summary.json").unlink()
@@ -534,20 +427,6 @@ def test_a_run_that_still_trains_or_was_decided_in_training_is_left_alone(tmp_pa
 
 
 # --- the section ---
-
-
-def test_the_older_rulesets_ask_who_and_on_what():
-    assert MLPerfConfig(enabled=True).problems(SD) == [] == MLPerfConfig(ruleset="4.0.0").problems(SD)
-    assert MLPerfConfig(enabled=True, ruleset="4.1.0", org="A", platform="..").problems(SD) == [
-        (
-            "mlperf.platform",
-            "'..' cannot be the name of a folder, which it is in a submission. Use letters, digits, . _ - +",
-        )
-    ]
-    assert [key for key, _ in MLPerfConfig(enabled=True, ruleset="4.0.0").problems(SD)] == [
-        "mlperf.org",
-        "mlperf.platform",
-    ]
 
 
 def refused(*words: str) -> list[str]:
@@ -563,63 +442,52 @@ SCORED = ["eval.prompts={}/p.tsv", "eval.statistics={}/s.npz", "eval.inception=r
 
 def test_a_run_whose_log_could_not_be_accepted_is_refused_before_it_starts(tmp_path):
     scored = [word.format(tmp_path) for word in SCORED] + ["eval.when=after", "eval.every_images=16"]
-    assert refused() == [
-        "mlperf.enabled: true, but nothing is evaluated. Say eval.when=after, or in_training.",
-    ]
-    [line] = refused("eval.when=after", "eval.every_images=16", scored[0])
-    assert line == (
-        "mlperf.enabled: true, but eval.statistics, eval.inception, eval.clip: not given. FID and CLIP score belong in "
-        "the log."
+
+    def check_refused(text: str, *words: str) -> None:
+        [line] = refused(*words)
+        assert text in line
+
+    check_refused("mlperf.enabled: true, but nothing is evaluated. Say eval.when=after, or in_training.")
+    given = ("eval.when=after", "eval.every_images=16", scored[0])
+    check_refused(
+        "eval.statistics, eval.inception, eval.clip: not given. FID and CLIP score belong in the log.", *given
     )
-    [line] = refused(*scored)
-    assert line.startswith(f"mlperf.enabled: true, but no file {tmp_path}/p.tsv, whose prompts the log counts.")
+    check_refused(f"no file {tmp_path}/p.tsv, whose prompts the log counts.", *scored)
     (tmp_path / "p.tsv").write_text("image_id\tid\tcaption\n1\t1\ta\n")
-    [line] = refused(*scored)
-    assert line == "mlperf.enabled: true, but no target, so no run could succeed. The benchmark's: 90 and 0.15."
-    (tmp_path / "old" / "checkpoints").mkdir(parents=True)
-    write(tmp_path / "old" / "checkpoints", stem("full-ba", 3), {})
-    [line] = refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old")
-    assert line == (
-        f"mlperf.enabled: true, but {tmp_path}/old was trained before its log was begun, or it was cut. Leave it out, or "
-        "take another run_name."
-    )
-    (tmp_path / "old/mlperf.log").touch()  # a log that was taken away, to look as if the run began here
-    assert refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old") == [line]
+    check_refused("no target, so no run could succeed. The benchmark's: 90 and 0.15.", *scored)
+    (tmp_path / "old/checkpoints").mkdir(parents=True)
+    write_checkpoint(tmp_path / "old/checkpoints", file_stem("full-ba", 3), {})
+    words = [*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old"]
+    check_refused("/old was trained before its log was begun, or it was cut. Leave it out, or", *words)
+    (tmp_path / "old/mlperf.log").touch()  # a log that was emptied, to look as if the run began here
+    check_refused("/old was trained before its log was begun", *words)
     (tmp_path / "old/mlperf.log").write_text(":::MLLOG {}\n")
-    assert refused(*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old") == [
-        f"{tmp_path}/old/mlperf.log: line 1 of its log is no event of MLPerf's: Easel has not written it so. "
-        "Fix it or take it out, or run without a log (mlperf.enabled=false)."
-    ]
+    check_refused("/old/mlperf.log: line 1 of its log is no event of MLPerf's", *words)
 
 
-def test_the_closed_division_names_every_constant_that_is_another(tmp_path):
+def test_the_closed_division_names_every_constant_that_differs(tmp_path):
     (tmp_path / "p.tsv").write_text("image_id\tid\tcaption\n1\t1\ta\n")
     words = [word.format(tmp_path) for word in SCORED] + ["eval.when=after", "eval.every_images=16", "target.fid=90"]
     lines = refused(*words, "mlperf.division=closed", "optimizer.eps=1e-6")
-    fix = "Use the reference's value, or mlperf.division=open."
-    assert f"mlperf.division: closed, but model.variant: stock; the reference: mlperf. {fix}" in lines
-    assert f"mlperf.division: closed, but optimizer.eps: 1e-06; the reference: 1e-08. {fix}" in lines
-    assert f"mlperf.division: closed, but data.synthetic: true; the reference: false. {fix}" in lines
-    assert f"mlperf.division: closed, but target.clip: null; the reference: 0.15. {fix}" in lines
-    assert f"mlperf.division: closed, but eval.prompts: 1 prompts; the reference: 30,000. {fix}" in lines
+    for text in (
+        "model.variant: stock; the reference: mlperf",
+        "optimizer.eps: 1e-06; the reference: 1e-08",
+        "data.synthetic: true; the reference: false",
+        "target.clip: null; the reference: 0.15",
+        "eval.prompts: 1 prompts; the reference: 30,000",
+    ):
+        assert f"mlperf.division: closed, but {text}. Use the reference's value, or mlperf.division=open." in lines
 
 
-def test_the_closed_division_refuses_other_data_by_name_before_anything_is_built(stage, tmp_path, capsys):
+def test_the_closed_division_refuses_other_data_before_anything_is_built(stage, tmp_path, capsys):
     words = [*TINY_RUN, f"data.remote={stage}", "data.stage=images", f"run_folder={tmp_path}", "mlperf.enabled=true"]
     words += [*(word.format(tmp_path) for word in SCORED), "eval.when=after", "eval.every_images=16", "target.fid=90"]
     (tmp_path / "p.tsv").write_text("image_id\tid\tcaption\n1\t1\ta\n")
     assert benchmark.main([*words, "mlperf.division=closed"]) == 2
-    line = (
-        f"mlperf.division: closed, but train_samples: 48 at {stage}; the benchmark: 6,513,144. Give the stage of all of "
-        "them; a subset, if it is meant, is mlperf.division=open."
-    )
-    assert line in capsys.readouterr().err.splitlines()
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-    of_run = {"closed": 1, "open": 0}
-    for division, num in of_run.items():
-        given = parse_command_line([*words, f"mlperf.division={division}"], {})
-        config = load(benchmark.RunConfig, given, check=lambda run: [])
-        assert len(closed_data_problems(config)) == num
+    line = f"mlperf.division: closed, but train_samples: 48 at {stage}; the benchmark: 6,513,144. Give the whole "
+    assert line in capsys.readouterr().err and not [path for path in tmp_path.iterdir() if path.is_dir()]
+    config = load(benchmark.RunConfig, parse_command_line([*words, "mlperf.division=open"], {}), check=lambda run: [])
+    assert closed_data_problems(config.mlperf, SD, config.data, config.validation) == []
 
 
 SHORTCUTS = {
@@ -632,17 +500,17 @@ SHORTCUTS = {
 }
 
 
-@pytest.mark.parametrize("key", SHORTCUTS)
-def test_the_closed_division_refuses_a_shortcut(key):
+def test_the_closed_division_refuses_each_shortcut():
     config = load(benchmark.RunConfig, parse_command_line(["yamls/mlperf_256.yaml"], {}), check=lambda run: [])
-    value, text = SHORTCUTS[key]
-    assert SD.not_closed({**flat(benchmark.resolve(config)), key: value}) == [f"{key}: {text}"]
+    values = flatten(benchmark.resolve(config))
+    for key, (value, text) in SHORTCUTS.items():
+        assert SD.closed_deviations({**values, key: value}) == [f"{key}: {text}"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "yamls").glob("mlperf_[0-9]*.yaml")), ids=lambda path: path.name)
 def test_each_recipe_of_the_benchmark_may_be_logged_in_the_closed_division(path):
     config = load(benchmark.RunConfig, parse_command_line([str(path)], {}), check=lambda run: [])
-    assert SD.not_closed(flat(benchmark.resolve(config))) == []
+    assert SD.closed_deviations(flatten(benchmark.resolve(config))) == []
 
 
 # --- whole runs ---
@@ -651,7 +519,7 @@ OURS = ("mlperf.org=Easel", "mlperf.platform=miniature")  # which 4.0.0 and 4.1.
 
 
 @pytest.fixture(scope="module")
-def logged(words_of, tmp_path_factory) -> Path:  # noqa: F811
+def logged(words_of, tmp_path_factory) -> Path:
     """The miniature, evaluated in training with a target that it misses, stopped at its first point, and gone on."""
     folder = tmp_path_factory.mktemp("logged")
     words = words_of(folder, "mini", "eval.when=in_training", "target.fid=1e-9", "mlperf.enabled=true", *OURS)
@@ -660,7 +528,7 @@ def logged(words_of, tmp_path_factory) -> Path:  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ruleset", RULESETS)
+@pytest.mark.parametrize("ruleset", SD_RULESETS)
 def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(logged, tmp_path, ruleset):
     accepted, said = compliance(tmp_path, logged / "mlperf.log", ruleset)
     assert accepted and f"training_{ruleset}/open_stable_diffusion.yaml" in said, said
@@ -686,47 +554,23 @@ def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(logge
 
 
 @pytest.mark.slow
-def test_killed_between_its_last_evaluation_and_its_end_it_closes_its_log(words_of, logged, tmp_path):  # noqa: F811
-    shutil.copytree(logged, tmp_path / "mini")
-    (tmp_path / "mini/summary.json").unlink()
-    log, words = tmp_path / "mini/mlperf.log", ["eval.when=in_training", "target.fid=1e-9", "mlperf.enabled=true"]
-    whole = log.read_text().splitlines(keepends=True)
-    for lines, more in ((whole, []), (whole[:-1], ["restart", "run_stop"])):
-        log.write_text("".join(lines))
-        (tmp_path / "mini/summary.json").unlink(missing_ok=True)
-        assert benchmark.main(words_of(tmp_path, "mini", *words)) == 0
-        assert keys(log) == [json.loads(line[len(TOKEN) :])["key"] for line in lines] + more
-        assert runs_backwards(log) == []
-
-
-@pytest.mark.slow
-def test_a_run_that_is_scored_afterwards_is_closed_by_eval(words_of, tmp_path, capsys):  # noqa: F811
+def test_a_run_that_is_scored_afterwards_is_closed_by_eval(words_of, tmp_path, capsys):
     words = words_of(tmp_path, "later", "eval.when=after", "target.fid=1e9", "mlperf.enabled=true")
     assert benchmark.main(words) == 0
     log, folder = tmp_path / "later" / "mlperf.log", tmp_path / "later"
     assert not {"run_stop", "eval_start"} & set(keys(log))
     assert eval_command.main([str(folder), "from_images=48"]) == 0  # the second passes, and so does the one before it
     events = read_events(log)
-    snapshot = listed(folder / "checkpoints", WEIGHTS)[-1]
+    snapshot = list_checkpoints(folder / "checkpoints", WEIGHTS)[-1]
     stop = only(events, "run_stop")
     assert stop["metadata"]["samples_count"] == 24 and stop["metadata"]["status"] == "success"
-    assert stop["time_ms"] == round(1000 * read(snapshot)["unix_time"])
+    assert stop["time_ms"] == round(1000 * read_checkpoint(snapshot)["unix_time"])
     assert json.loads((folder / "summary.json").read_text())["target"] == "reached"
     assert only(events[-5:-1], "eval_stop")["metadata"]["num_images"] == NUM_PROMPTS
     assert runs_backwards(log) == []
 
 
-@pytest.mark.slow
-def test_a_run_on_two_ranks_has_one_log(words_of, tmp_path):  # noqa: F811
-    words = words_of(tmp_path, "two", "eval.when=after", "target.fid=1e-9", "mlperf.enabled=true")
-    done = run("composer", "-n", "2", "benchmark.py", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = keys(tmp_path / "two" / "mlperf.log")
-    assert found.count("run_start") == found.count("seed") == 1
-    assert found[found.index("run_start") + 1 :] == 2 * BLOCK
-
-
-def test_the_mlperf_log_counts_on_where_the_clock_is_set_back(tmp_path, monkeypatch):
+def test_times_increase_when_the_clock_is_set_back(tmp_path, monkeypatch):
     log = EventLog(tmp_path / "mlperf.log")
     log.event("init_start")
     wall, began = time.time(), time.monotonic()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from composer import State
+from composer.devices import DeviceCPU
 
+from families.encoders import ModelConfig
+from families.objectives import ObjectiveConfig
 from model import BatchRandomness, build_model, normalize_images, step_seed
-from zoo.model_config import ModelConfig
-from zoo.objectives import ObjectiveConfig
 
 SIZE = (64, 64)
 
@@ -17,7 +18,7 @@ def tiny(precision: str = "fp32", seed: int = 1, **objective):
     model = build_model(
         ModelConfig(preset="tiny"), ObjectiveConfig(**objective), size=SIZE, normalize="symmetric", seed=seed
     )
-    return model.place(torch.device("cpu"), precision)
+    return model.to_device(torch.device("cpu"), precision)
 
 
 def images_batch(num: int = 4) -> dict[str, torch.Tensor]:
@@ -32,7 +33,7 @@ def drawn(model, batch, seed: int = 5):
 
 
 def test_offset_noise_is_one_number_more_per_image_and_channel():
-    """Beside it every number of the step is the same; what it adds has this size (N. Guttenberg 2023, crosslabs.org)."""
+    """Every other number of the step is the same; what it adds has this size (N. Guttenberg 2023, crosslabs.org)."""
     plain, offset = (drawn(tiny(offset_noise=size), images_batch(64)) for size in (0.0, 0.5))
     added = offset["noise"] - plain["noise"]
     assert all(torch.equal(plain[name], offset[name]) for name in plain if name != "noise")
@@ -40,19 +41,13 @@ def test_offset_noise_is_one_number_more_per_image_and_channel():
     assert added[:, :, 0, 0].std().item() == pytest.approx(0.5, rel=0.15)
 
 
-def test_frozen_encoders_are_in_no_state_dict_and_stay_in_eval_mode():
-    model = tiny()
+def test_frozen_encoders_are_in_no_state_dict_stay_in_eval_mode_and_run_once_for_a_batch():
+    model, calls = tiny(), []
     model.train()
     assert {name.split(".")[0] for name in model.state_dict()} == {"denoiser"}
     assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"denoiser"}
-    for encoder in model.encoders.modules.values():
-        assert not encoder.training
-        assert not any(p.requires_grad for p in encoder.parameters())
-
-
-def test_encoders_run_once_for_a_batch():
-    model, calls = tiny(), []
     for name, encoder in model.encoders.modules.items():
+        assert not encoder.training and not any(p.requires_grad for p in encoder.parameters())
         target = encoder.encoder if name == "vae" else encoder
         target.register_forward_hook(lambda *_, name=name: calls.append(name))
     model(drawn(model, images_batch(4)))
@@ -68,24 +63,16 @@ def test_random_encoders_are_the_same_for_every_seed_and_the_denoiser_is_not():
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in one.state_dict().items())
 
 
-def test_building_leaves_the_global_generator_alone():
+def test_building_and_a_step_take_nothing_from_the_global_generator():
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
-    tiny()
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
-def test_a_step_takes_nothing_from_the_global_generator():
     model = tiny(caption_dropout=0.5)
-    torch.manual_seed(3)
-    before = torch.random.get_rng_state()
     batch = drawn(model, images_batch())
     model.loss(model(batch), batch).backward()
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize("microbatch", [1, 2])
-def test_microbatch_size_changes_no_number(microbatch):
+def test_microbatch_size_changes_no_number():
     """The gradient of the whole batch is the mean of those of its parts, to float32's rounding."""
 
     def gradients(size: int) -> list[torch.Tensor]:
@@ -96,8 +83,7 @@ def test_microbatch_size_changes_no_number(microbatch):
             (model.loss(model(part), part) * size / 4).backward()
         return [p.grad for p in model.parameters()]
 
-    for whole, parts in zip(gradients(4), gradients(microbatch), strict=True):
-        torch.testing.assert_close(parts, whole, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(gradients(1), gradients(4), rtol=1e-3, atol=1e-5)
 
 
 def test_loss_is_the_weighted_mean_squared_error():
@@ -108,15 +94,6 @@ def test_loss_is_the_weighted_mean_squared_error():
         "weight": torch.tensor([1.0, 0.5]),
     }
     assert model.loss(outputs, {}).item() == pytest.approx((1.0 * 4.0 + 0.5 * 1.0) / 2)
-
-
-def test_a_perfect_denoiser_has_no_loss(monkeypatch):
-    model = tiny(prediction="v")
-    batch = drawn(model, images_batch())
-    latents, _ = model.encode(batch)
-    velocity = model.objective.target(latents, batch["noise"], batch["times"])
-    monkeypatch.setattr(model.family, "denoise", lambda *_: velocity)
-    assert model.loss(model(batch), batch).item() == 0.0
 
 
 def test_moments_give_the_same_latents_as_images():
@@ -190,18 +167,13 @@ def test_stored_text_states_are_the_encoded_ones_rounded_to_float16_with_their_d
     assert len(calls) == 1  # of the empty caption
 
 
-@pytest.mark.parametrize(("dropout", "num"), [(0.0, 0), (1.0, 64)])
-def test_caption_dropout_of_none_and_all(dropout, num):
-    assert int(drawn(tiny(caption_dropout=dropout), images_batch(64))["caption_dropped"].sum()) == num
-
-
-@pytest.mark.parametrize("rate", [0.1, 0.2])
-def test_captions_are_dropped_at_the_rate_that_was_asked_for(rate):
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.2, 1.0])
+def test_captions_are_dropped_at_their_rate(rate):
     """Within four standard deviations of the binomial distribution."""
     model, num = tiny(caption_dropout=rate), 20_000
     model.latent_shape = (1, 1, 1)  # noise is drawn too
     dropped = drawn(model, {"tokens": torch.zeros(num, 77)})["caption_dropped"]
-    assert abs(float(dropped.float().mean()) - rate) < 4.0 * (rate * (1.0 - rate) / num) ** 0.5
+    assert abs(float(dropped.double().mean()) - rate) <= 4.0 * (rate * (1.0 - rate) / num) ** 0.5
 
 
 def test_images_are_normalised_to_the_range_that_was_asked_for():
@@ -233,7 +205,7 @@ def test_step_seeds_differ_by_seed_batch_and_rank_and_are_stable():
 
 def test_batch_randomness_depends_on_the_batch_index_alone(monkeypatch):
     model = tiny()
-    state = State(model=model, rank_zero_seed=0, run_name="test", device=_cpu())
+    state = State(model=model, rank_zero_seed=0, run_name="test", device=DeviceCPU())
     callback = BatchRandomness(model, seed=7)
 
     def draws(index: int) -> torch.Tensor:
@@ -245,14 +217,5 @@ def test_batch_randomness_depends_on_the_batch_index_alone(monkeypatch):
     first, second = draws(0), draws(1)
     torch.manual_seed(99)  # whatever happened in between
     assert torch.equal(draws(0), first) and not torch.equal(first, second)
-
-
-def test_a_batch_without_random_numbers_is_our_mistake():
     with pytest.raises(AssertionError, match="BatchRandomness is not among the callbacks"):
-        tiny()(images_batch())
-
-
-def _cpu():
-    from composer.devices import DeviceCPU
-
-    return DeviceCPU()
+        model(images_batch())

@@ -1,23 +1,23 @@
-"""stages/order.py: the order of an epoch is the same on any number of ranks and nodes, and after a resume."""
+"""mds/order.py: the order of an epoch is the same on any number of ranks and nodes, and after a resume."""
 
 from __future__ import annotations
 
-import re
+import contextlib
+import itertools
 
+import numpy as np
 import pytest
-from conftest import TINY_RUN, run
 from streaming import MDSWriter, Stream, StreamingDataset
 from streaming.base.batching import generate_work
 from streaming.base.world import World
 
-from bench import scale
-from stages.fetch import RetryingStream
-from stages.loader import Loader
-from stages.order import memory_gib
-from stages.stream import BatchStream
+from mds.fetch import RetryingStream
+from mds.loader import Loader
+from mds.order import Epoch, order_memory_gib, order_of_node, order_of_rank
+from mds.reader import BatchDataset
 
 
-class Numbers(BatchStream):
+class Numbers(BatchDataset):
     """Batches of the numbers of samples."""
 
     def read_batch(self, sample_ids):
@@ -50,86 +50,112 @@ class PlainNumbers(StreamingDataset):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(
-    "weights",
-    [({}, {}), ({"repeat": 2.0}, {}), ({"choose": 20}, {"repeat": 1.5}), ({"proportion": 0.3}, {"proportion": 0.7})],
-)
+@pytest.mark.parametrize("weights", [({}, {}), ({"choose": 20}, {"repeat": 1.5})])
 def test_epochs_have_the_samples_of_streaming_in_its_order_after_a_resume_too(stages, weights, shuffle):
     ours = stream_of(stages, weights=weights, shuffle=shuffle)
     arguments = dict(shuffle=shuffle, shuffle_seed=5, shuffle_block_size=16, num_canonical_nodes=1, batch_size=3)
+    arguments |= dict(partition_algo="relaxed", shuffle_algo="py1e", sampling_granularity=1)
     streams = [Stream(local=str(f), **weight) for f, weight in zip(stages, weights, strict=True)]
-    plain = PlainNumbers(
-        streams=streams, partition_algo="relaxed", shuffle_algo="py1e", sampling_granularity=1, **arguments
-    )
-    expected = [list(plain) for _ in range(2)]
-    whole = [epoch[: len(epoch) // 3 * 3] for epoch in expected]
-    assert [[number for batch in ours for number in batch["numbers"]] for _ in range(2)] == whole
-    ours.let_go()
+    plain = PlainNumbers(streams=streams, **arguments)
+    whole = [epoch[: len(epoch) // 3 * 3] for epoch in (list(plain) for _ in range(2))]
+    assert [numbers_of(ours) for _ in range(2)] == whole
+    ours.close()
     resumed = stream_of(stages, weights=weights, shuffle=shuffle)
     resumed.resume(1, 12)
-    assert [number for batch in resumed for number in batch["numbers"]] == whole[1][12:]
-    resumed.let_go()
+    assert numbers_of(resumed) == whole[1][12:]
+    resumed.close()
+
+
+def numbers_of(batches) -> list[int]:
+    return [number for batch in batches for number in batch["numbers"]]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    "weights", [({}, {}), ({"repeat": 2.4}, {"choose": 11}), ({"proportion": 0.3}, {"proportion": 0.7})]
+)
+def test_each_rank_of_each_node_reads_what_streaming_gives_it(stages, weights, shuffle):
+    """Also from within an epoch, and where nodes are more or fewer than the canonical ones."""
+    arguments = dict(shuffle=shuffle, shuffle_seed=5, shuffle_block_size=16, batch_size=3)
+    ours = stream_of(stages, weights=weights, **arguments)
+    streams = [Stream(local=str(f), **weight) for f, weight in zip(stages, weights, strict=True)]
+    plain = PlainNumbers(streams=streams, num_canonical_nodes=1, partition_algo="relaxed", **arguments)
+    num_compared = 0
+    for canonical, nodes, ranks in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4)):
+        for epoch, drop in ((0, 0), (2, 12)):
+            plain.num_canonical_nodes = canonical
+            work = generate_work("random", plain, World(nodes, ranks, 1, 0), epoch, drop)
+            for node in range(nodes):
+                order = order_of_node(epoch_of(ours, canonical, node, nodes, epoch))[drop // nodes :]
+                for rank in range(ranks):
+                    expected = work[node, rank].reshape(-1)
+                    assert order_of_rank(order, rank, ranks).tolist() == expected[expected != -1].tolist()
+                    num_compared += 1
+    assert num_compared == 392
+    ours.close()
+
+
+def epoch_of(dataset, canonical, node, nodes, epoch):
+    """What the dataset asks for, on another number of nodes."""
+    weighted = dataset.chosen != dataset.cache.samples_per_stream
+    streams = list(zip(dataset.cache.shards_per_stream, dataset.chosen, strict=True)) if weighted else ()
+    sizes, block = dataset.cache.samples_per_shard, dataset.shuffle_block_size
+    return Epoch(sizes, canonical, node, nodes, dataset.shuffle_seed, epoch, dataset.shuffle, block, streams)
+
+
+def test_nodes_that_cannot_share_the_order_are_refused_and_its_memory_is_known(stages):
+    with (
+        contextlib.closing(stream_of(stages)) as ours,
+        pytest.raises(ValueError, match=r"^data.num_canonical_nodes: 3 "),
+    ):
+        order_of_node(epoch_of(ours, 3, 0, 2, 0))
+    assert order_memory_gib(2**28, 2) == pytest.approx(
+        4 + 2 * 64 * 2**20 / 2**30
+    )  # 4 bytes a sample, twice for workers
 
 
 @pytest.mark.parametrize("sizes", [None, [0, 1]], ids=["one size", "buckets"])
-def test_a_batch_of_two_nodes_has_the_samples_that_one_node_reads_there_after_a_resume(stages, sizes):
+def test_a_batch_of_two_nodes_has_the_samples_that_one_node_reads_after_a_resume(stages, sizes, monkeypatch):
     """Both with the number of canonical nodes that the run began with."""
-    stream, found = stream_of(stages, buckets=sizes, num_canonical_nodes=2), {}
+    orders = {}
     for nodes, drop in ((2, 0), (1, 0), (2, 24), (1, 24)):
-        work = generate_work(stream.batching_method, stream, World(nodes, 4 // nodes, 1, 0), 1, drop)
-        batches = work.reshape(4, -1, 3).transpose(1, 0, 2).reshape(-1, 12)  # of the four ranks together
-        found[nodes, drop] = [sorted(batch) for batch in batches.tolist() if -1 not in batch]
-    assert found[2, 0] == found[1, 0] and len(found[2, 0]) >= 5
-    assert found[2, 24] == found[1, 24] == found[2, 0][2:]
-    stream.let_go()
+        parts = []
+        for rank in range(4):
+            variables = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4 // nodes}
+            variables |= {"LOCAL_RANK": rank % (4 // nodes), "NODE_RANK": rank // (4 // nodes)}
+            stream = stream_of(stages, buckets=sizes, num_canonical_nodes=2)
+            with monkeypatch.context() as patch:
+                for name, value in variables.items():
+                    patch.setenv(name, str(value))
+                stream.ranks, stream.nodes = 4 // nodes, nodes
+                stream.resume(1, drop)
+                epoch, order = stream._make_order()
+            assert epoch == 1
+            parts.append(order[: len(order) // 3 * 3].reshape(-1, 3))
+            stream.close()
+        shortest = min(map(len, parts))
+        batches = np.concatenate([part[:shortest] for part in parts], axis=1).tolist()
+        orders[nodes, drop] = [sorted(batch) for batch in batches]
+    shortest = min(map(len, orders.values())) + 2
+    assert orders[2, 0][:shortest] == orders[1, 0][:shortest] and len(orders[2, 0]) >= 5
+    assert orders[2, 24] == orders[1, 24] == orders[2, 0][2:]
 
 
-def test_an_order_takes_eight_bytes_a_sample_of_shared_memory():
-    assert memory_gib(2**27) == (1.0, 10.0)
-
-
-def epochs_of(folder, num=3, *, workers=0, persistent=True, resume=None):
+def epochs_of(folder, num=3, *, resume=None, **loader_arguments):
     """What is read in some epochs: (epochs, batches, 3) numbers."""
     stream = stream_of([folder])
-    loader = Loader(
-        stream,
-        epoch_batches=stream.batches_of_epoch(3),
-        max_bad_samples=0,
-        num_workers=workers,
-        persistent_workers=persistent and workers > 0,
-    )
+    batches = stream.count_epoch_batches(3)
+    loader = Loader(stream, epoch_batches=batches, max_bad_samples=0, **loader_arguments)
     if resume is not None:
         loader.resume(*resume, 3)
-    found = [[batch["numbers"] for batch in loader] for _ in range(num)]
+    epochs = [[batch["numbers"] for batch in loader] for _ in range(num)]
     loader.close()
-    return found
+    return epochs
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(2, True), (2, False)])
-def test_epochs_are_the_same_in_loader_processes_and_after_a_resume(stages, workers, persistent):
-    expected = epochs_of(stages[0])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_epochs_are_the_same_in_loader_processes_and_after_a_resume(stages, persistent):
+    expected, workers = epochs_of(stages[0]), dict(num_workers=2, persistent_workers=persistent)
     assert [len(set(sum(epoch, []))) for epoch in expected] == [45] * 3 and expected[0] != expected[1]
-    assert epochs_of(stages[0], workers=workers, persistent=persistent) == expected
-    rest = epochs_of(stages[0], 2, workers=workers, persistent=persistent, resume=(1, 13))
-    assert rest == [expected[1][13:], expected[2]]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400, func_only=True)
-def test_ranks_that_wait_for_an_order_without_room_end_with_the_one_that_makes_it(tmp_path):
-    """Where others have filled /dev/shm since the start looked at it; 3 million samples, of which 8 MB hold one."""
-    scale.make_stage(tmp_path, 3000, 1000, (64, 64))
-    program = "from cli.command import start; from preflight.checks import CHECKS; import benchmark; "
-    program += "CHECKS['configuration'] = [one for one in CHECKS['configuration'] if one.name != '/dev/shm']; "
-    program += "start(benchmark.main)"
-    (tmp_path / "program.py").write_text(program)
-    words = ["data.stage=moments", f"data.remote={tmp_path}/stage", f"data.local={tmp_path}/cache", "data.workers=1"]
-    words += [*TINY_RUN, "model.weights=random", f"run_folder={tmp_path}/runs", "run_name=a"]
-    mounted = 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec composer -n 2 "$@"'
-    done = run("unshare", "-m", "bash", "-c", mounted, "_", str(tmp_path / "program.py"), *words, timeout=300)
-    said = done.stdout + done.stderr
-    if "unshare failed" in said or "mount:" in said:
-        pytest.skip("no mount namespace here")
-    text = "data: /dev/shm has no room for the order of 3,000,000 samples, 0.0224 GiB. Enlarge it (docker run "
-    assert done.returncode == 1 and len(re.findall(f"(?m)^{re.escape(text)}", done.stderr)) == 1, said
-    assert said.count(f"rank 0 has stopped: {text}") == 1 and "Traceback" not in said, said
+    assert epochs_of(stages[0], **workers) == expected
+    assert epochs_of(stages[0], 2, **workers, resume=(1, 13)) == [expected[1][13:], expected[2]]

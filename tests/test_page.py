@@ -19,18 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from PIL import Image
 
-from record.files import append_lines
-from record.films import gif_of
-from record.history import COLUMNS, read_history
 from reports import page
-from reports.page_charts import reference_bands
-from reports.page_facts import differing, figures_of, not_comparable, result_of, results, times_of
-from reports.page_plots import Plot, Series, smoothed, svg_of, table_of, thinned, tick
-from reports.page_samples import samples_of, spread
-from reports.page_text import figure, plain, span
+from reports.charts import Plot, reference_bands, table_of, thinned, tick
+from reports.formatting import figure, plain, span
+from reports.page_content import differing, figures_of, not_comparable, result_of, results, samples_of, times_of
+from run_folder.files import append_lines
+from run_folder.history import read_history
+from run_folder.sample_videos import gif_of
 
 VOID = {"meta", "input", "img", "br", "hr", "link"}
 
@@ -148,44 +145,21 @@ def grid(folder: Path, images: int, side: int = 8, captions: str = "a red circle
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("shown", "value", "text"),
     [
-        *[(172.963, "173.0"), (51200, "51,200"), (51234.5, "51,234"), (0.895, "0.895"), (0.09174, "0.0917")],
-        *[
-            (1e-4, "1.000e-4"),
-            (0.0, "0"),
-            (math.nan, "\u2013"),
-            (None, "\u2013"),
-            (True, "\u2013"),
-            (-3.14159, "-3.142"),
-        ],
-        *[(2.5e16, "2.500e16"), (10**400, "\u2013")],
+        (figure, 172.963, "173.0"),
+        (figure, 51234.5, "51,234"),
+        (figure, 0.09174, "0.0917"),
+        (figure, 1e-4, "1.000e-4"),
+        *[(figure, value, "\u2013") for value in (math.nan, None, True, 10**400)],
+        (span, 4.26, "4.3 s"),
+        (span, 7265, "2 h 1 min"),
+        (tick, 12800, "12.8 k"),
+        (plain, "a\n\tb\x00c", "a b c"),
     ],
 )
-def test_a_figure_has_four_digits(value, text):
-    assert figure(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (4.26, "4.3 s"),
-        (285.4, "4 min 45 s"),
-        (3600, "1 h"),
-        (7265, "2 h 1 min"),
-        (90061, "1 d 1 h"),
-        (math.nan, "\u2013"),
-    ],
-)
-def test_a_time_has_its_two_largest_units(seconds, text):
-    assert span(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(12800, "12.8 k"), (4e-4, "4e-4"), (2.5e-5, "2.5e-5"), (0, "0"), (2e6, "2 M")]
-)
-def test_a_tick_is_short(value, text):
-    assert tick(value) == text
+def test_figures_times_and_texts_are_short_and_none_is_made_up(shown, value, text):
+    assert shown(value) == text
 
 
 def test_thinning_keeps_every_extreme_and_the_mean():
@@ -208,38 +182,21 @@ def test_few_points_stay_as_they_are_and_those_that_are_no_numbers_go():
     assert thin.x.tolist() == [1.0, 4.0] and thin.y.tolist() == [1.0, 5.0] and thin.low is None
 
 
-def test_smoothing_is_the_mean_of_the_neighbours():
-    values = np.random.default_rng(1).normal(size=50)
-    expected = [values[max(0, n - 3) : n + 4].mean() for n in range(50)]  # 7 wide
-    np.testing.assert_allclose(smoothed(values, 7), expected, rtol=1e-12)
-    np.testing.assert_allclose(smoothed(np.full(9, 2.0), 4), 2.0)
-
-
-@pytest.mark.parametrize(
-    ("num", "most", "places"), [(3, 5, [0, 1, 2]), (5, 3, [0, 2, 4]), (100, 1, [99]), (9, 2, [0, 8])]
-)
-def test_grids_are_left_out_evenly_and_never_the_last(num, most, places):
-    assert spread(num, most) == places
-
-
 # --- a run ---
 
 
 def test_the_result_and_its_target_stand_on_top(tmp_path):
     lines = [*map(window, range(4)), evaluation(640, 60.0, 0.7), evaluation(1280, 40.0, 0.95)]
-    run = make(
-        tmp_path / "mine", lines, summary={"target": "reached", "images_per_sec": 80.0}, starts=[start(seconds=40.0)]
-    )
-    shown = parsed(run)
-    (own, text) = shown.all("section", id="result")[0]
-    assert own["data-state"] == "reached" and shown.text("h1") == "mine"
+    summary = {"target": "reached", "images_per_sec": 80.0}
+    shown = parsed(make(tmp_path / "mine", lines, summary=summary, starts=[start(seconds=40.0)]))
     said = "FID 40.00 and CLIP 0.950 after 1,280 images: 16.0 s of training, 26.0 s with evaluation."
-    assert text.startswith(f"Target reached {said} The target is FID at most 45 and CLIP at least 0.9. FID 40.00")
+    assert shown.text("section", id="result").startswith(f"Target reached {said} {AT_MOST} FID 40.00")
+    header = shown.text("header")
     assert (
-        "shapes (full, 2.77 M trained parameters), moments from cache/moments at 32 \u00d7 32 px, global batch 32, fp32"
-        in (shown.text("header"))
+        "shapes (full, 2.77 M trained parameters), moments from cache/moments at 32 \u00d7 32 px, global batch"
+        in header
     )
-    assert shown.text("header").endswith("on 2 \u00d7 CPU somewhat.")
+    assert header.endswith("on 2 \u00d7 CPU somewhat.")
 
 
 NO_TARGET = {"target.fid": None, "target.clip": None}
@@ -249,36 +206,11 @@ AT_MOST = "The target is FID at most 45 and CLIP at least 0.9."
 @pytest.mark.parametrize(
     ("summary", "starts", "config", "state", "text"),
     [
-        (
-            {"target": "missed"},
-            None,
-            None,
-            "missed",
-            f"1,280 images in 20.0 s. {AT_MOST}",
-        ),
-        (
-            {"target": "pending"},
-            None,
-            None,
-            "pending",
-            "1,280 images in 20.0 s; composer eval.py ",
-        ),
+        ({"target": "missed"}, None, {}, "missed", f"1,280 images in 20.0 s. {AT_MOST}"),
+        ({"target": "pending"}, None, {}, "pending", "1,280 images in 20.0 s; composer eval.py "),
         ({"loss": 1.0}, None, NO_TARGET, "finished", "1,280 images in 20.0 s. No target was set."),
-        (
-            None,
-            [start(seconds=21.0)],
-            None,
-            "stopped",
-            "1,280 images in 21.0 s until ",
-        ),
+        (None, [start(seconds=21.0)], {}, "stopped", "1,280 images in 21.0 s until "),
         (None, None, NO_TARGET, "running", "1,280 images in 20.0 s until "),
-        (
-            None,
-            [start(seconds=21.0, failed="loss: it is nan. Give a lower optimizer.lr.")],
-            None,
-            "failed",
-            f"loss: it is nan. Give a lower optimizer.lr. It had seen 1,280 images in 21.0 s. {AT_MOST}",
-        ),
         (
             None,
             [start(seconds=21.0, failed="RuntimeError"), start(2)],
@@ -288,37 +220,31 @@ AT_MOST = "The target is FID at most 45 and CLIP at least 0.9."
         ),
     ],
 )
-def test_how_a_run_ended_is_said(tmp_path, summary, starts, config, state, text):
+def test_a_page_shows_how_its_run_ended(tmp_path, summary, starts, config, state, text):
     run = make(tmp_path / "mine", summary=summary, starts=starts, config=config)
     result = result_of(read_history(run))
     assert (result.state, result.text[: len(text)]) == (state, text)
     assert parsed(run).all("section", id="result")[0][0]["data-state"] == state
 
 
-def test_a_failed_run_says_its_error_on_top_and_at_its_start_whatever_it_had_reached(tmp_path):
+def test_a_failed_run_shows_its_error_on_top_and_at_its_start_whatever_it_had_reached(tmp_path):
     text = "ValueError: <b>it</b> broke\nhere"
     lines = [*map(window, range(4)), evaluation(1280, 40.0, 0.95)]
-    run = make(tmp_path / "mine", lines, starts=[start(), start(2, seconds=9.0, failed=text)])
-    shown = parsed(run)
-    assert shown.text("section", id="result").startswith(
-        "Failed ValueError: <b>it</b> broke here. It had seen 1,280 images in 29.0 s."
-    )
+    shown = parsed(make(tmp_path / "mine", lines, starts=[start(), start(2, seconds=9.0, failed=text)]))
+    top = "Failed ValueError: <b>it</b> broke here. It had seen 1,280 images in 29.0 s."
+    assert shown.text("section", id="result").startswith(top)
     starts = shown.text("section", id="starts")
     assert "Starts that ended with an error: 1." in starts and " UTC killed 20.0 s " in starts
     assert " UTC failed: ValueError: <b>it</b> broke here 9.0 s " in starts
-    other = result_of(read_history(make(tmp_path / "other", lines, starts=[start()])))
-    assert other.state == "reached"
+    assert result_of(read_history(make(tmp_path / "other", lines, starts=[start()]))).state == "reached"
 
 
-def test_a_run_that_was_killed_long_ago_does_not_go_on(tmp_path):
+def test_a_run_that_was_killed_long_ago_is_not_running(tmp_path):
     run = make(tmp_path / "mine", config=NO_TARGET)
     for name in ("metrics.jsonl", "starts.jsonl"):
         os.utime(run / name, (0.0, 0.0))
-    shown = parsed(run)
-    assert shown.text("section", id="result").startswith(
-        "Stopped before its end 1,280 images in 20.0 s until 1970-01-01 00:00 UTC."
-    )
-    assert " UTC killed 20.0 s 0 " in shown.text("section", id="starts")
+    assert result_of(read_history(run)).state == "stopped"
+    assert " UTC killed 20.0 s 0 " in parsed(run).text("section", id="starts")
 
 
 def test_a_partial_score_meets_no_target(tmp_path):
@@ -330,26 +256,9 @@ def test_a_partial_score_meets_no_target(tmp_path):
 def test_figures_are_those_of_the_record(tmp_path):
     lines = [window(n, loss=3.0 - n) for n in range(3)] + [evaluation(640, 60.5, 0.71), evaluation(960, 50.25, 0.8)]
     shown = parsed(make(tmp_path / "mine", lines))
-    head, *rows = re.findall(
-        r"FID over|[\d.,]+ [\d.]+", shown.text("figure", id="plot-fid-over-images").split("Figures")[1]
-    )
-    assert "images seen FID" in shown.text("figure", id="plot-fid-over-images") and [head, *rows] == [
-        "640 60.5000",
-        "960 50.2500",
-    ]
-    words = shown.all("svg")[0][0]["aria-label"]
-    assert words == "FID: FID over images seen. Dashed line: target: at most 45."
-
-
-def test_the_line_of_a_target_lies_where_its_value_is():
-    points = Series("", np.array([0.0, 10.0]), np.array([100.0, 50.0]), kind="points")
-    svg = str(svg_of(Plot("fid", "FID", "images", "FID", [points], [(75.0, "target: at most 75")])))
-    marks = [float(y) for y in re.findall(r'<use [^>]*y="([\d.]+)"', svg)]
-    line = re.search(r'<path d="M [\d.]+ ([\d.]+) L [\d.]+ ([\d.]+) ?"[^>]*stroke-dasharray[^>]*var\(--ink\)', svg)
-    line = line or re.search(r'<path d="M [\d.]+ ([\d.]+) \nL [\d.]+ ([\d.]+) \n"[^>]*var\(--ink\)', svg)
-    assert line and line[1] == line[2]
-    first, last = (y for y in marks if any(abs(y - other) > 30 for other in marks)) if len(marks) == 2 else marks[-2:]
-    assert float(line[1]) == pytest.approx((first + last) / 2, abs=0.01)
+    table = shown.text("figure", id="plot-fid-over-images").split("Figures")[1]
+    assert re.findall(r"[\d.,]+ [\d.]+", table) == ["640 60.5000", "960 50.2500"]
+    assert shown.all("svg")[0][0]["aria-label"] == "FID: FID over images seen. Dashed line: target: at most 45."
 
 
 def test_time_goes_on_over_starts_and_a_resume_is_on_record(tmp_path):
@@ -393,33 +302,30 @@ def test_the_band_is_of_the_forty_runs_of_the_reference():
     assert bands[0].lows[place] < bands[0].y[place] < bands[0].highs[place]
 
 
-def test_the_slider_has_a_picture_for_each_grid_and_shows_the_last(tmp_path):
+def test_the_slider_has_an_image_for_each_grid_and_shows_the_last(tmp_path):
     run = make(tmp_path / "mine")
     for images in (0, 320, 640):
         grid(run, images)
     shown = parsed(run)
-    pictures = [own for own, _ in shown.all("img")]
-    assert [own["data-images"] for own in pictures] == ["0", "320", "640"]
-    assert [("hidden" in own) for own in pictures] == [True, True, False]
+    images = [own for own, _ in shown.all("img")]
+    assert [(own["data-images"], "hidden" in own) for own in images] == [("0", True), ("320", True), ("640", False)]
     slider = shown.all("input", id="samples-slider")[0][0]
     assert (slider["min"], slider["max"], slider["value"]) == ("0", "2", "2") and "hidden" in slider
     assert shown.text("output", id="samples-seen") == "640"
-    kind, _, content = pictures[2]["src"].removeprefix("data:image/").partition(";base64,")
-    with Image.open(io.BytesIO(base64.b64decode(content))) as image:
-        assert image.format.lower() == kind and image.convert("RGB").getpixel((3, 3)) == (640 % 256, 20, 30)
+    with Image.open(io.BytesIO(base64.b64decode(images[2]["src"].partition(";base64,")[2]))) as image:
+        assert image.convert("RGB").getpixel((3, 3)) == (640 % 256, 20, 30)
 
 
-def test_grids_that_are_too_many_or_broken_are_left_out_and_that_is_said(tmp_path):
+def test_grids_that_are_too_many_or_broken_are_left_out_and_named(tmp_path):
     run = make(tmp_path / "mine")
     for images in range(80):
         grid(run, images)
-    (run / "samples/im000000000000.png").write_bytes(b"no picture")
+    (run / "samples/im000000000000.png").write_bytes(b"no image")
     found = samples_of(read_history(run), 10**6)
     assert [grid.images for grid in found.grids][-1] == 79 and len(found.grids) == 59
-    assert found.left_out == [
-        "im000000000000.png cannot be read.",
-        "59 of 80 sample grids are shown, evenly over training.",
-    ]
+    broken, many = found.left_out
+    assert broken == "im000000000000.png cannot be read."
+    assert many == "59 of 80 sample grids are shown, evenly over training."
     assert sum(len(grid.address) for grid in samples_of(read_history(run), 1000).grids) <= 1000
 
 
@@ -441,17 +347,6 @@ def test_videos_are_shown_in_motion_above_their_frames(tmp_path):
     assert (found.width, found.height, found.is_small) == (12, 8, True)
 
 
-def test_a_film_too_large_for_the_page_is_named_and_its_frames_are_shown(tmp_path):
-    run = make(tmp_path / "mine")
-    grid(run, 320)
-    (run / "samples/im000000000320.gif").write_bytes(b"GIF89a" + bytes(10**5))
-    found = samples_of(read_history(run), 10**4)
-    assert [(one.images, one.film) for one in found.grids] == [(320, None)]
-    assert found.left_out == ["im000000000320.gif is too large for this page."]
-    (run / "samples/im000000000320.gif").write_bytes(b"no film")
-    assert samples_of(read_history(run), 10**4).grids[0].film is None
-
-
 # --- the page itself ---
 
 
@@ -462,16 +357,9 @@ def test_the_page_asks_no_network_and_runs_only_its_own_script(tmp_path):
     (script,) = ["".join(text) for tag, _, text in shown.elements if tag == "script"]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = next(own["content"] for own, _ in shown.all("meta") if own.get("http-equiv") == "Content-Security-Policy")
-    assert policy == (
-        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    )
-    for _, own, _ in shown.elements:
-        for name, value in own.items():
-            assert not name.startswith("on") and (name not in ("src", "href") or value.startswith(("data:", "#"))), (
-                name,
-                value,
-            )
+    assert policy.startswith("default-src 'none'; img-src data:; ") and f"; script-src 'sha256-{digest}'; " in policy
+    for name, value in [item for _, own, _ in shown.elements for item in own.items()]:
+        assert not name.startswith("on") and (name not in ("src", "href") or value.startswith(("data:", "#"))), value
     styles = "".join("".join(text) for tag, _, text in shown.elements if tag == "style")
     assert "url(" not in styles and "@import" not in styles
 
@@ -493,7 +381,7 @@ def test_no_two_elements_have_one_id_and_every_reference_is_there(tmp_path):
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)> \x1b[31mred\x1b[0m \u202egnp.exe $x^2$ {{ 7 * 7 }} \"'`"
 
 
-def test_texts_of_others_are_shown_and_do_nothing(tmp_path):
+def test_third_party_texts_are_shown_and_do_nothing(tmp_path):
     config = {"data.remote": EVIL, "model.family": "</style><b>"}
     run = make(tmp_path / "<i>$a_b$ &amp;", config=config, starts=[start(device=EVIL, commit=EVIL, lost=[EVIL])])
     grid(run, 320, captions=f"{EVIL}\n{'x' * 10_000}\n")
@@ -531,22 +419,15 @@ def lacks(folder: Path) -> list[str]:
     return list(read_history(folder).missing) if found else []
 
 
-def test_a_whole_record_lacks_nothing(tmp_path):
-    assert lacks(make(tmp_path / "mine", summary={"target": "missed"})) == []
-
-
-def test_a_run_without_metrics_says_so(tmp_path):
-    run = make(tmp_path / "mine")
+def test_what_a_record_lacks_is_listed(tmp_path):
+    assert lacks(make(tmp_path / "whole", summary={"target": "missed"})) == []
+    run = make(tmp_path / "mine", [])
+    assert lacks(run) == ["metrics.jsonl has no window yet: the run has not come to the end of its first one."]
     (run / "metrics.jsonl").unlink()
     (run / "environment.json").unlink()
     assert lacks(run) == ["There is no metrics.jsonl.", "There is no environment.json."]
     shown = parsed(run)
     assert shown.all("svg") == [] and "an unknown device" in shown.text("header")
-
-
-def test_a_run_before_its_first_window_says_so(tmp_path):
-    run = make(tmp_path / "mine", [])
-    assert lacks(run) == ["metrics.jsonl has no window yet: the run has not come to the end of its first one."]
 
 
 def test_a_line_that_is_cut_off_and_lines_that_are_none(tmp_path):
@@ -560,24 +441,14 @@ def test_a_line_that_is_cut_off_and_lines_that_are_none(tmp_path):
     assert read_history(run).windows["batch"].tolist() == [10.0, 20.0, 30.0]
 
 
-def test_keys_that_are_missing_are_not_a_number(tmp_path):
-    few = {"batch": 10, "images": 320, "loss": 1.0, "images_per_sec": 80.0, "start_sec": 4.0}
-    run = make(tmp_path / "few", [few, {**few, "batch": 20, "images": 640, "start_sec": 8.0}], starts=[{"start": 1}])
-    history = read_history(run)
-    assert history.windows["elapsed_sec"].tolist() == [4.0, 8.0] and history.seconds == 8.0
-    assert set(history.windows) == {*COLUMNS, "elapsed_sec"} and np.isnan(history.windows["lr"]).all()
-    shown = parsed(run)
-    assert "plot-loss" in shown.ids() and "plot-lr" not in shown.ids()
-
-
 def test_values_that_are_not_finite_are_left_out(tmp_path):
-    run = make(tmp_path / "mine", [window(0), window(1)])
+    lines = [window(0), window(1), window(2, loss=math.nan, lr=math.inf, gradient_norm=10**400)]
+    run = make(tmp_path / "mine", lines[:2])
     with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(window(2, loss=math.nan, lr=math.inf, gradient_norm=10**400)) + "\n")
-        file.write(json.dumps(evaluation(960, math.nan, -math.inf)) + "\n")
-    shown = parsed(run)
-    assert "1 windows have no finite training loss." in shown.text("section", id="starts")
-    assert "nan" not in page.html_of([read_history(run)]).lower().replace("finance", "")
+        file.write(f"{json.dumps(lines[2])}\n{json.dumps(evaluation(960, math.nan, -math.inf))}\n")
+    text = page.html_of([read_history(run)])
+    assert "1 windows have no finite training loss." in Parsed(text).text("section", id="starts")
+    assert "nan" not in text.lower().replace("finance", "")
 
 
 def test_files_that_are_broken_or_folders_are_named(tmp_path):
@@ -596,24 +467,18 @@ def test_files_that_are_broken_or_folders_are_named(tmp_path):
     ]
 
 
-def test_odd_values_in_a_record_give_a_page(tmp_path):
-    odd: list[Any] = [None, "text", [], {}, True, -1, 1e308]
-    for number, value in enumerate(odd):
-        line = dict.fromkeys(window(0), value) | {"batch": 1}
-        lines = [line, dict.fromkeys(evaluation(1, 1.0, 1.0), value) | {"evaluation": True}]
-        lines.append({"validation": True, "val_loss_bins": [value], "val_loss": value, "images": value})
-        config = dict.fromkeys(CONFIG, value) | {
-            "model.variant": "mlperf",
-            "cost.per_device_hour": value,
-            "eval.guidance": value,
-        }
-        starts = [dict.fromkeys(start(), value) | {"start": 1}, start(2, lost=value, unix_time=value)]
-        run = make(
-            tmp_path / str(number), lines, config=config, starts=starts, summary=dict.fromkeys(["target", "fid"], value)
-        )
-        append_lines(run / "eval.jsonl", [dict.fromkeys(["images", "fid", "clip", "guidance", "steps"], value)] * 2)
-        assert parsed(run).text("h1") == str(number)
-        assert "Results" in parsed(run, tmp_path / "0").text("section", id="results")
+@pytest.mark.parametrize("value", [None, "text", [], {}, True, -1, 1e308], ids=str)
+def test_odd_values_in_a_record_give_a_page(tmp_path, value):
+    lines = [dict.fromkeys(window(0), value) | {"batch": 1}]
+    lines.append(dict.fromkeys(evaluation(1, 1.0, 1.0), value) | {"evaluation": True})
+    lines.append({"validation": True, "val_loss_bins": [value], "val_loss": value, "images": value})
+    more = {"model.variant": "mlperf", "cost.per_device_hour": value, "eval.guidance": value}
+    starts = [dict.fromkeys(start(), value) | {"start": 1}, start(2, lost=value, unix_time=value)]
+    summary = dict.fromkeys(["target", "fid"], value)
+    run = make(tmp_path / "odd", lines, config=dict.fromkeys(CONFIG, value) | more, starts=starts, summary=summary)
+    append_lines(run / "eval.jsonl", [dict.fromkeys(["images", "fid", "clip", "guidance", "steps"], value)] * 2)
+    assert parsed(run).text("h1") == "odd"
+    assert "Results" in parsed(run, make(tmp_path / "plain")).text("section", id="results")
 
 
 # --- several runs ---
@@ -634,43 +499,28 @@ def test_results_stand_beside_each_other_with_their_ratios(tmp_path):
     assert "one" in text and "two" in text
 
 
-def test_two_runs_of_one_name_are_told_apart(tmp_path):
-    one, two = make(tmp_path / "a/seed17", []), make(tmp_path / "b/seed17", [])
-    assert parsed(one, two).text("h1") == "a/seed17 and b/seed17"
-
-
 def test_only_the_keys_that_differ_are_shown(tmp_path):
-    one = make(tmp_path / "one")
     two = make(tmp_path / "two", config={"seed": 18, "ema.enabled": True})
-    text = parsed(one, two).text("section", id="differences")
+    text = parsed(make(tmp_path / "one"), two).text("section", id="differences")
     assert text == "What differs Configuration one two seed 17 18 ema.enabled not there true Environment Nothing."
     assert [row.name for row in differing([{"a": 1, "b": [1]}, {"a": 1, "b": [2]}, {"a": 1, "b": [1]}])] == ["b"]
     assert differing([{"a": None, "b": 1}, {"b": 1}])[0].cells == [("\u2013", None), ("not there", None)]
-    assert differing([{"a": 1}, {}, {"a": 1}]) == []  # a run without that file: the page says so elsewhere
+    assert differing([{"a": 1}, {}, {"a": 1}]) == []  # a run without that file: the page lists it elsewhere
 
 
-def test_what_cannot_be_compared_is_said(tmp_path):
-    how = {
-        "statistics_sha256": "1",
-        "prompts_sha256": "2",
-        "eval_image_size": [32, 32],
-        "clip_fingerprint": "3",
-        "guidance": 2.0,
-    }
+def test_what_cannot_be_compared_is_named(tmp_path):
+    how = {"statistics_sha256": "1", "prompts_sha256": "2", "eval_image_size": [32, 32], "guidance": 2.0}
     other = {**how, "statistics_sha256": "9", "eval_image_size": [512, 512], "guidance": 8.0}
     one = make(tmp_path / "one", [window(0), evaluation(640, 60.0, 0.7, **how)])
-    two = make(
-        tmp_path / "two",
-        [window(0), evaluation(640, 9.0, 0.2, **other)],
-        config={"model.family": "sd2", "image_size": 512},
-    )
+    config = {"model.family": "sd2", "image_size": 512}
+    two = make(tmp_path / "two", [window(0), evaluation(640, 9.0, 0.2, **other)], config=config)
     runs = [read_history(one), read_history(two)]
     assert not_comparable(runs) == [
-        "FIDs do not compare: statistics_sha256, eval_image_size differ.",
-        "CLIP scores do not compare: eval_image_size differ.",
-        "Losses do not compare: model.family, image_size differ.",
-        "Images/s do not compare: model.family, image_size differ.",
-        "Scores do not compare: guidance differ.",
+        "FIDs do not compare: the runs differ in statistics_sha256, eval_image_size.",
+        "CLIP scores do not compare: the runs differ in eval_image_size.",
+        "Losses do not compare: the runs differ in model.family, image_size.",
+        "Images/s do not compare: the runs differ in model.family, image_size.",
+        "Scores do not compare: the runs differ in guidance.",
     ]
     assert "FIDs do not compare" in parsed(one, two).text("section", id="results")
     assert not_comparable(runs[:1] * 2) == []
@@ -694,54 +544,20 @@ def test_the_command_writes_the_page_where_it_says(tmp_path, capsys, monkeypatch
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["nowhere"], "nowhere is no folder. Give a run's folder: runs/NAME."),
-        (["empty"], "empty is no run: it has no config.yaml. Give a run's folder: runs/NAME."),
-        (["nowhere", "empty"], "nowhere is no folder. Give a run's folder: runs/NAME.\n"
-         "empty is no run: it has no config.yaml. Give a run's folder: runs/NAME."),
-        (["mine", "to=x"], "command line: unknown key 'to'. Known: out. --print_config shows every key."),
-        (["mine", "out="], "command line: 'out=' has no value. Write out=VALUE, or out=null for none."),
-        (["out=x.html"], "command line: 0 runs given. Possible: 1 to 16 on a page. Give their folders: runs/NAME."),
-        (["mine", "out=mine"], "out: mine cannot be written: Is a directory. Give another file: out=FILE."),
-        (["mine", "out=no/x"], "out: no/x cannot be written: No such file or directory. Give another file: out=FILE."),
-        (["mine", "out=pipe"], "out: pipe cannot be written: it is no regular file. Give another file: out=FILE."),
-        ([""], "command line: 0 runs given. Possible: 1 to 16 on a page. Give their folders: runs/NAME."),
-        (["x" * 5000], f"command line: '{'x' * 60}... (5,000 characters)' is not a path. "
-         "Possible: at most 1,024 bytes, 255 between slashes."),
-        ([str(n) for n in range(17)], "command line: 17 runs given. Possible: 1 to 16 on a page. "
-         "Give their folders: runs/NAME."),
+        (
+            ["nowhere", "empty"],
+            "nowhere is not a folder. Give a run's folder: runs/NAME.\nempty is not a run: it has no config",
+        ),
+        (["out=x.html"], "command line: 0 runs given. Possible: 1 to 16 on a page."),
+        (["mine", "out=pipe"], "out: pipe cannot be written: it is no regular file."),
+        (["x" * 5000], f"command line: '{'x' * 60}... (5,000 characters)' is not a path."),
     ],
-)  # fmt: skip
-def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, capsys, words, text):
+)
+def test_an_impossible_command_line_is_refused(tmp_path, monkeypatch, capsys, words, text):
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "mine")
     (tmp_path / "empty").mkdir()
     os.mkfifo("pipe")  # as /dev/null, which root would replace for everybody
     assert page.main(words) == 2
-    assert capsys.readouterr().err == f"{text}\n"
+    assert capsys.readouterr().err.startswith(text)
     assert Path("pipe").is_fifo()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120, func_only=True)
-def test_the_page_of_a_very_long_run_stays_small(tmp_path):
-    run = make(tmp_path / "mine", [])
-    append_lines(run / "metrics.jsonl", (window(n, loss=50.0 if n == 66_666 else 1.0) for n in range(100_000)))
-    for images in range(0, 400_000, 1000):
-        grid(run, images, side=256)
-    place = page.write([run])
-    assert place.stat().st_size < 10_000_000
-    assert " 50.0000 " in Parsed(place.read_text()).text("figure", id="plot-loss")
-
-
-def test_a_long_text_says_how_long_it_is():
-    assert (
-        plain("a\n\tb\x00c") == "a b c"
-        and plain(0.5) == "0.5"
-        and plain([1, None]) == "[1, null]"
-        and plain(None) == "\u2013"
-    )
-    assert plain("y" * 401) == f"{'y' * 400}\u2026 (401 characters)"
-
-
-def test_the_files_of_the_page_are_beside_its_code():
-    assert all((ROOT / "reports" / name).is_file() for name in ("page.html.j2", "page.css", "page.js"))

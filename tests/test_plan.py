@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from omegaconf import OmegaConf
 from test_mlperf import REFERENCE
 
+from families.mlperf import SD
 from preflight import plan
-from training.cost import Cost
-from zoo.mlperf_sd import SD
+from training.memory import Cost
 
 COST = Cost(
     trained_parameters=865_910_724,
@@ -57,7 +56,7 @@ def test_a_whole_plan():
         "       1.5  cast weights",
         "       3.5  activations = 4 x 0.875",
         "      18.7  sum; this GPU (N) has 80.0, of which 76.0 can be planned with",
-        *plan.smallest_numbers(COST, RUN),  # see tests/test_cards.py
+        *plan.smallest_num_cards(COST, RUN),  # see tests/test_memory.py
         "full checkpoint: 9.68 GiB",
         "time: of training alone, at 1100 images/s (measure.expected_images_per_sec)",
         "max_duration: 2000ba, 512,000 images, 7.76 minutes",
@@ -72,9 +71,9 @@ def test_a_whole_plan():
 
 
 def test_the_rows_of_the_memory_sum_to_what_the_check_before_a_run_asks_for(monkeypatch):
-    from training import cost
+    from training import memory
 
-    monkeypatch.setattr(cost.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(memory.dist, "get_world_size", lambda: 8)
     printed = lines(ema=True, ema__enabled=True)
     of_this_device = printed[: next(n for n, line in enumerate(printed) if line.startswith("smallest number of cards"))]
     rows = [line.split() for line in of_this_device if re.match(r" +[\d.]+  ", line)]
@@ -88,16 +87,12 @@ def test_an_average_in_host_memory_is_in_the_checkpoint_and_not_on_the_device():
     assert not any("EMA" in line for line in printed) and "full checkpoint: 12.9 GiB" in printed
 
 
-@pytest.mark.parametrize("rate", [3.0, 110.0, 40_000.0])
-@pytest.mark.parametrize("global_batch_size", [256, 2048])
+@pytest.mark.parametrize(("rate", "global_batch_size"), [(3.0, 256), (40_000.0, 2048)])
 def test_time_is_images_over_rate(rate, global_batch_size):
     seconds_in = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
-    point = SD.reference_point(global_batch_size)
-    printed = lines(
-        global_batch_size=global_batch_size,
-        optimizer__lr_per_image=point.lr_per_image,
-        measure__expected_images_per_sec=rate,
-    )
+    point = SD.find_point(global_batch_size)
+    values = {"optimizer__lr_per_image": point.lr_per_image, "measure__expected_images_per_sec": rate}
+    printed = lines(global_batch_size=global_batch_size, **values)
     for name, images in {"mean": point.mean_images, "fastest": point.fastest_images}.items():
         [row] = [line for line in printed if line.startswith(f"    {name} ")]
         counts, batches, took = re.fullmatch(rf" +{name} +([\d,]+) images, ([\d,]+) batches, (.*)", row).groups()
@@ -109,52 +104,32 @@ def test_time_is_images_over_rate(rate, global_batch_size):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (8.0, "8 seconds"),
-        (119.0, "119 seconds"),
-        (121.0, "2.02 minutes"),
-        (7100.0, "118 minutes"),
-        (7200.0, "2 hours"),
-        (3600.0 * 71.5, "71.5 hours"),
-        (86400.0 * 3, "3 days"),
-        (86400.0 * 1234, "1,234 days"),
-    ],
+    [(119.0, "119 seconds"), (121.0, "2.02 minutes"), (7200.0, "2 hours"), (86400.0 * 1234, "1,234 days")],
 )
 def test_times_are_in_the_unit_that_a_person_would_choose(seconds, text):
     assert plan.readable_time(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("duration", "images"),
-    [("30ba", 7680), ("5120sp", 5120), ("5121sp", 5376), ("2ep", None), ("soon", None), ("0ba", None)],
-)
-def test_images_of_a_duration_are_whole_batches_or_not_known(duration, images):
-    assert plan.images_of(duration, 256) == images
-
-
-def test_without_a_rate_a_line_says_which_key_to_give_and_no_time_is_printed():
-    printed = lines()
+@pytest.mark.parametrize("rate", [None, 0.0, float("nan")])
+def test_without_a_rate_a_line_names_the_key_to_give_and_no_time_is_printed(rate):
+    printed = lines(measure__expected_images_per_sec=rate, global_batch_size=10)
     assert "time: give measure.expected_images_per_sec (over all ranks) for an estimate" in printed
     assert not any(re.search(r"\d (seconds|minutes|hours|days)", line) for line in printed)
-    assert "max_duration: 2ep; how many images that is cannot be known before the data is read" in lines(
-        max_duration="2ep"
-    )
+    assert "global batch: 10 images" in printed  # not a product: it does not divide
+    unknown = "max_duration: 2ep; how many images that is cannot be known before the data is read"
+    assert unknown in lines(max_duration="2ep")
 
 
-def test_where_there_is_no_reference_point_the_nearest_are_named_and_nothing_is_guessed():
+def test_without_a_reference_point_the_nearest_are_named_and_nothing_is_guessed():
     printed = lines(global_batch_size=320, measure__expected_images_per_sec=1000.0, max_duration="1ep")
     start = next(index for index, line in enumerate(printed) if line.startswith("images to the target"))
-    assert printed[start : start + 5] == [
-        "images to the target: no reference point at a global batch of 320 (ruleset 5.0.0), and none is guessed. Nearest:",
-        "  global batch 256, ruleset 5.0.0, 20 runs on 4xDGX-H100, lr_per_image 2.8e-07; mean without best and worst:",
-        "    mean     1,706,667 images, 6,667 batches",
-        "    fastest  1,536,000 images, 6,000 batches",
-        "    slowest  2,048,000 images, 8,000 batches",
-    ]
+    assert printed[start].endswith("at a global batch of 320 (ruleset 5.0.0), and none is guessed. Nearest:")
+    assert printed[start + 1].startswith("  global batch 256, ruleset 5.0.0, 20 runs on 4xDGX-H100, ")
+    assert printed[start + 2] == "    mean     1,706,667 images, 6,667 batches"
     assert not any(re.search(r"\d (seconds|minutes|hours|days)", line) for line in printed)
 
 
-def test_another_learning_rate_and_other_deviations_are_said_beside_the_estimate():
+def test_another_learning_rate_and_other_deviations_are_listed_with_the_estimate():
     printed = lines(optimizer__lr_per_image=None, optimizer__lr=1e-4, ema__enabled=True)
     assert printed[-5:] == [
         "  those runs had none of the deviations below: this one may take more, or never get there",
@@ -166,33 +141,13 @@ def test_another_learning_rate_and_other_deviations_are_said_beside_the_estimate
 
 
 @pytest.mark.parametrize(
-    ("values", "last"),
+    ("values", "reason"),
     [
         ({"model__variant": "stock"}, "images to a target: there are no reference points for model.variant=stock"),
-        (
-            {"model__preset": "tiny"},
-            "images to the target: there are no reference points for this network (model.preset: tiny; the reference: full)",
-        ),
-        (
-            {"image_size": 256},
-            "images to the target: there are no reference points for this network (image_size: 256; the reference: 512)",
-        ),
+        ({"model__preset": "tiny"}, "this network (model.preset: tiny; the reference: full)"),
+        ({"image_size": 256}, "this network (image_size: 256; the reference: 512)"),
     ],
 )
-def test_another_network_than_the_benchmarks_has_no_estimate_to_the_target(values, last):
+def test_another_network_than_the_benchmarks_has_no_estimate_to_the_target(values, reason):
     printed = lines(**values)
-    assert last in printed and not any("fastest" in line for line in printed)
-
-
-def test_a_batch_that_does_not_divide_is_not_shown_as_a_product():
-    assert "global batch: 10 images" in lines(global_batch_size=10)
-
-
-def test_the_plan_is_nothing_but_comments_for_a_yaml_reader():
-    text = "".join(f"# {line}\n" for line in lines())
-    assert OmegaConf.to_container(OmegaConf.create("a: 1\n" + text)) == {"a": 1}
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_rate_that_cannot_be_is_that_of_no_plan(rate):
-    assert lines(measure__expected_images_per_sec=rate) == lines()
+    assert any(line.endswith(reason) for line in printed) and not any("fastest" in line for line in printed)

@@ -11,8 +11,6 @@ from conftest import TINY_RUN
 
 import benchmark
 from callbacks.profile import Profile, ProfileConfig
-from callbacks.throughput import MeasureConfig, Throughput
-from config import flat
 
 pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
 
@@ -29,7 +27,7 @@ def run(tmp_path_factory):
     return folder / "a"
 
 
-def test_a_run_leaves_a_trace_and_a_table_of_the_steps_that_were_asked_for(run):
+def test_a_run_leaves_a_trace_and_a_table_of_the_requested_steps(run):
     with gzip.open(run / "profile" / "trace.json.gz", "rt") as file:
         trace = json.load(file)
     assert sum(each["name"].startswith("ProfilerStep#") for each in trace["traceEvents"]) == 2
@@ -39,7 +37,7 @@ def test_a_run_leaves_a_trace_and_a_table_of_the_steps_that_were_asked_for(run):
     assert "aten::convolution_backward" in table and "Self CPU time total" in table
 
 
-def test_windows_of_recorded_batches_are_no_measured_ones(run):
+def test_windows_of_recorded_batches_are_not_measured(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["profiled"] for line in lines] == [False, False, True, True, True, False, False, False]
     summary = json.loads((run / "summary.json").read_text())
@@ -48,68 +46,49 @@ def test_windows_of_recorded_batches_are_no_measured_ones(run):
     assert summary["images_per_sec"] == pytest.approx(speeds[1], rel=1e-4)
 
 
-def test_a_disturbed_window_is_written_and_not_counted():
-    throughput = Throughput(MeasureConfig(), flops_per_image=1.0, peak=None)
-    figures = dict(window_batches=10, train_sec=1.0, data_wait_sec=0.0, peak_mem_gib=1.0, images_per_sec_wall=1.0)
-    line = {"warmup": False, "batch": 10, **figures}
-    throughput.windows = [{**line, "profiled": True, "images_per_sec": 1.0}, {**line, "images_per_sec": 5.0}]
-    assert throughput.result()["images_per_sec_min"] == 5.0  # lines of before the key was there have none
-
-
-def test_a_run_that_ends_before_its_profile_says_so(tmp_path, capsys, stage):
+def test_a_run_that_ends_before_its_profile_reports_it(tmp_path, capsys, stage):
     """Epochs are counted in batches only when the stage is read, so that the check of the configuration cannot know."""
     words = [*TINY_RUN, f"data.remote={stage}", "model.weights=random", "data.workers=0", "max_duration=1ep"]
     words += ["global_batch_size=48", "device_train_microbatch_size=8", f"run_folder={tmp_path}", "run_name=a"]
     assert benchmark.main([*words, "profile.batches=2", "measure.warmup_batches=0"]) == 0
-    said = "profile: nothing was recorded: 1 batches were trained here, 3 would have been needed. Lower profile.start_batch."
-    assert said in capsys.readouterr().err.splitlines()
+    line = "profile: nothing was recorded: 1 batches were trained here, 3 would have been needed. Lower profile.start_batch."
+    assert line in capsys.readouterr().err.splitlines()
     assert not (tmp_path / "a" / "profile" / "table.txt").exists()
 
 
-def test_a_start_too_short_for_its_profile_leaves_an_earlier_one_and_says_whose_it_is(tmp_path, capsys):
-    profile = Profile(ProfileConfig(batches=2), tmp_path, about={}, warmup_batches=3, disturb=lambda: None)
+def test_a_start_too_short_for_its_profile_keeps_the_earlier_one(tmp_path, capsys):
+    profile = Profile(ProfileConfig(batches=2), tmp_path, about={}, warmup_batches=3, mark_unmeasured=lambda: None)
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / "table.txt").write_text("-")
     profile.fit_start(SimpleNamespace(timestamp=SimpleNamespace(batch=SimpleNamespace(value=30))), None)
     assert profile.about["batches"] == [34, 35]
     profile.fit_end(None, None)
-    said = f"Lower profile.start_batch. {tmp_path / 'profile'} is of an earlier start, as its table says."
-    assert said in capsys.readouterr().err
+    output = f"Lower profile.start_batch. {tmp_path / 'profile'} is of an earlier start, as its table says."
+    assert output in capsys.readouterr().err
     assert (tmp_path / "profile" / "table.txt").read_text() == "-"
 
 
 # --- its keys ---
 
 
-def test_nothing_is_recorded_unless_it_is_asked_for():
-    assert flat(benchmark.RunConfig())["profile.batches"] == 0
-    assert ProfileConfig().problems(1, 10) == []
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["profile.batches=-1"], "command line: profile.batches is -1. Possible: 0 and up."),
+        ("profile.batches=-1", "command line: profile.batches is -1. Possible: 0 and up."),
+        ("profile.start_batch=5", "profile.start_batch: 5, but profile.batches=0."),
         (
-            ["profile.start_batch=5"],
-            "profile.start_batch: 5, but profile.batches=0. Say profile.batches=3.",
-        ),
-        (
-            ["profile.batches=1", "profile.start_batch=0"],
+            "profile.batches=1 profile.start_batch=0",
             "command line: profile.start_batch is 0. Possible: 1 and up or null.",
         ),
-        (
-            ["profile.batches=3", "profile.start_batch=6"],
-            "profile.batches: 3 after 6, but the run has 8 batches. Lower it or profile.start_batch, or raise max_duration.",
-        ),
+        ("profile.batches=3 profile.start_batch=6", "profile.batches: 3 after 6, but the run has 8 batches."),
     ],
 )
 def test_impossible_profiles_are_named_before_the_run(words, text, capsys):
-    command = [*TINY_RUN, "--use_synth_data", "max_duration=64sp", *words]
-    assert benchmark.main(command) == 2
+    assert benchmark.main([*TINY_RUN, "--use_synth_data", "max_duration=64sp", *words.split()]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_the_last_batches_can_be_recorded():
-    assert ProfileConfig(batches=3).problems(5, 2) == []
-    assert ProfileConfig(batches=3).problems(4, 2) != [] and ProfileConfig(batches=3).problems(None, 2) == []
+def test_the_last_batches_can_be_recorded_and_nothing_is_unless_requested():
+    assert ProfileConfig().batches == 0 and ProfileConfig().problems(1, 10) == []
+    assert ProfileConfig(batches=3).problems(5, 2) == ProfileConfig(batches=3).problems(None, 2) == []
+    assert ProfileConfig(batches=3).problems(4, 2) != []

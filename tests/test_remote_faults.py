@@ -1,4 +1,4 @@
-"""Runs that are killed, and lose their disk or their store: what a real S3 server has is enough to go on, bit for bit.
+"""Runs that are killed, and lose their disk or their store: they resume from a real S3 server, bit for bit.
 
 Swift's server where it is installed, else moto's behind a relay (tests/store/server.py).
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import run, started, tree
+from test_checkpoint_uploads import main, numbers, stored
 from test_checkpoints import same_training
-from test_remote_checkpoints import main, numbers, stored
 
 from callbacks.run_record import RunRecord
-from record.checkpoint_files import FULL, WEIGHTS, listed, outline
-from record.checkpoint_folders import filled
+from checkpointing.files import FULL, WEIGHTS, list_checkpoints, read_outline
+from checkpointing.sharded import fill_outline
 from tests.store.server import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500, func_only=True)]
@@ -53,7 +53,7 @@ def wait_for(what, process) -> None:
 
 
 def train_lose_and_go_on(words_of, folder: Path, ranks: str, *more: str) -> None:
-    """Kill a run and remove its folder; the same command has to go on from the store, as the run that nobody killed."""
+    """Kill a run and remove its folder; the same command has to resume from the store, as the run that nobody killed."""
     command = ["composer", "-n", ranks, "benchmark.py"]
     more = ("max_duration=36ba", "measure.window_batches=1", *more)
     done = run(*command, *words_of(folder, "whole", *more, "save.remote=null"))
@@ -69,7 +69,7 @@ def train_lose_and_go_on(words_of, folder: Path, ranks: str, *more: str) -> None
     done = run(*command, *words)
     assert done.returncode == 0, done.stderr
     assert f"resumes from batch {at}, {8 * at} images" in done.stderr
-    last, unbroken = (listed(folder / name / "checkpoints", FULL)[0] for name in ("a", "whole"))
+    last, unbroken = (list_checkpoints(folder / name / "checkpoints", FULL)[0] for name in ("a", "whole"))
     assert same_training(content_of(last), content_of(unbroken))
     lines = [json.loads(line) for line in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
     assert [line["batch"] for line in lines] == list(range(1, 37))
@@ -80,8 +80,8 @@ def train_lose_and_go_on(words_of, folder: Path, ranks: str, *more: str) -> None
 
 
 def content_of(path: Path) -> dict:
-    content = outline(path)
-    return filled(path, content, ("model", "ema", "optimizer")) if path.is_dir() else content
+    content = read_outline(path)
+    return fill_outline(path, content, ("model", "ema", "optimizer")) if path.is_dir() else content
 
 
 def test_killed_and_its_folder_gone_the_same_command_goes_on_from_the_store_bit_for_bit(words_of, s3, tmp_path):
@@ -110,7 +110,7 @@ def test_a_store_that_is_away_for_a_while_is_said_once_and_training_goes_on(word
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("save.remote: ")]
     assert len(said) == 2, said
     assert said[0].startswith(f"save.remote: {REMOTE}/a cannot be written: ")
-    assert said[0].endswith(" Training goes on, and it is tried again.")
+    assert said[0].endswith(" Training continues, and the upload is tried again.")
     assert said[1].startswith(f"save.remote: {REMOTE}/a is back after ")
     there = {name: len(content) for name, content in tree(tmp_path / "a").items() if name != ".lock"}
     assert stored(REMOTE, "a") == there and numbers(REMOTE, "a", FULL) == [24, 21]

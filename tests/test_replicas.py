@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from callbacks import replicas as module
-from callbacks.replicas import Replicas, digest
-from cli import meeting
+from callbacks.replicas import ReplicaCheck, digest_tensors
+from ranks import rendezvous
 from training import health, sharding
 from training.health import HealthConfig
-from training.run_config import RunConfig
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -20,37 +19,37 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_one_flipped_bit_changes_the_digest_of_its_tensor_alone(dtype):
     tensors = [(torch.randn(3, 5, 2, 2) * 9).to(dtype) for _ in range(3)]
-    before, size = digest(tensors), tensors[1].element_size()
+    before, size = digest_tensors(tensors), tensors[1].element_size()
     bits = tensors[1].view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).view(-1)
     for bit in [0] if dtype == torch.bool else range(8 * size):
         flip = 1 << bit if dtype in (torch.bool, torch.uint8) or bit < 8 * size - 1 else -(1 << bit)
         bits[7] ^= flip
-        after = digest(tensors)
+        after = digest_tensors(tensors)
         assert after[1] != before[1] and (after[[0, 2]] == before[[0, 2]]).all()
         bits[7] ^= flip
-    assert (digest(tensors) == before).all()
+    assert (digest_tensors(tensors) == before).all()
 
 
 def test_a_digest_is_the_sum_of_the_bits_in_whatever_order_they_lie():
     tensor = torch.randn(4, 3, 8, 8)
-    [own] = digest([tensor]).tolist()
+    [own] = digest_tensors([tensor]).tolist()
     assert own == sum(tensor.contiguous().view(torch.int32).view(-1).tolist())
     in_rows = tensor.to(memory_format=torch.channels_last)
-    assert digest([in_rows, in_rows[1:, :, ::2], torch.tensor(1.0), torch.empty(0)])[0] == own
-    assert digest([in_rows[1:, :, ::2]]) == digest([tensor[1:, :, ::2].contiguous()])
+    assert digest_tensors([in_rows, in_rows[1:, :, ::2], torch.tensor(1.0), torch.empty(0)])[0] == own
+    assert digest_tensors([in_rows[1:, :, ::2]]) == digest_tensors([tensor[1:, :, ::2].contiguous()])
 
 
 class Ranks:
     """Plays the ranks' gathers: each has the weights of this one, changed by what is given."""
 
-    def __init__(self, monkeypatch, num: int, changed: dict[int, dict[str, float]], ranks_of_a_copy: int = 1):
-        monkeypatch.setattr(meeting, "_hosts", [f"n{rank // 2}" for rank in range(num)])
+    def __init__(self, monkeypatch, num: int, changed: dict[int, dict[str, float]], ranks_per_copy: int = 1):
+        monkeypatch.setattr(rendezvous, "_hosts", [f"n{rank // 2}" for rank in range(num)])
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-        self.replicas = Replicas(
+        self.replicas = ReplicaCheck(
             self.model,
             10,
-            ranks_of_a_copy=ranks_of_a_copy,
-            beside=lambda: {"ema.w": torch.ones(2), "vae.k": torch.ones(2)},
+            ranks_per_copy=ranks_per_copy,
+            extra_tensors=lambda: {"ema.w": torch.ones(2), "vae.k": torch.ones(2)},
         )
         names = [name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())] + ["ema.w", "vae.k"]
         self.replicas._group = object()
@@ -64,50 +63,42 @@ class Ranks:
         monkeypatch.setattr(self.replicas, "_gather", gather)
 
 
-def test_equal_weights_pass_and_the_batch_is_known(monkeypatch):
+def test_equal_weights_pass_and_so_do_parts_that_differ_by_design(monkeypatch):
     ranks = Ranks(monkeypatch, 4, {})
-    assert ranks.replicas.agreed_at is None
+    assert ranks.replicas.last_equal_batch is None
     ranks.replicas.check()
-    assert ranks.replicas.agreed_at == 30
+    assert ranks.replicas.last_equal_batch == 30
+    Ranks(monkeypatch, 4, {0: {"0.bias": 7}, 2: {"0.bias": 7}}, ranks_per_copy=2).replicas.check()
 
 
 @pytest.mark.parametrize(
-    ("num", "changed", "copy", "said"),
+    ("num", "changed", "copy", "output"),
     [
-        (4, {2: {"1.weight": 1}}, 1, "weights of rank 2 (n1) differ from those of the others, first in 1.weight;"),
-        (
-            4,
-            {0: {"0.bias": 1, "ema.w": 1}},
-            1,
-            "weights of rank 0 (n0) differ from those of the others, first in 0.bias;",
-        ),
-        (2, {1: {"vae.k": 5}}, 1, "weights of rank 1 (n0) differ from those of rank 0 (n0), first in vae.k;"),
+        (4, {2: {"1.weight": 1}}, 1, "rank 2 (n1) differ from those of the others, first in 1.weight;"),
+        (2, {1: {"vae.k": 5}}, 1, "rank 1 (n0) differ from those of rank 0 (n0), first in vae.k;"),
         (
             5,
             {1: {"ema.w": 1}, 3: {"1.running_mean": 1}},
             1,
-            "weights of ranks 1 (n0), 3 (n1) differ from those of the others, first in 1.running_mean;",
+            "ranks 1 (n0), 3 (n1) differ from those of the others, first in 1.running_mean;",
         ),
-        # Two copies over two ranks each: the second part of the second copy is another one.
+        # Two copies over two ranks each: the second part of the second copy differs.
         (
             4,
             {0: {"0.bias": 7}, 2: {"0.bias": 7}, 3: {"0.weight": 1}},
             2,
-            "weights of rank 3 (n1) differ from those of rank 1 (n0), first in 0.weight;",
+            "rank 3 (n1) differ from those of rank 1 (n0), first in 0.weight;",
         ),
     ],
 )
-def test_ranks_that_differ_are_named_with_the_first_tensor(monkeypatch, num, changed, copy, said):
-    ranks, told = Ranks(monkeypatch, num, changed, copy), []
-    monkeypatch.setattr(module, "alert", lambda loggers, title, text: told.append(title))
-    ranks.replicas.agreed_at = 20
-    with pytest.raises(ValueError, match=re.escape(f"after batch 30 the {said} equal after batch 20. The run stops")):
+def test_ranks_that_differ_are_named_with_the_first_tensor(monkeypatch, num, changed, copy, output):
+    ranks, titles = Ranks(monkeypatch, num, changed, copy), []
+    monkeypatch.setattr(module, "alert", lambda loggers, title, text: titles.append(title))
+    ranks.replicas.last_equal_batch = 20
+    text = f"after batch 30 the weights of {output} equal after batch 20. The run stops"
+    with pytest.raises(ValueError, match=re.escape(text)):
         ranks.replicas.check()
-    assert told == ["the ranks' weights differ"]
-
-
-def test_parts_that_differ_by_design_are_no_difference(monkeypatch):
-    Ranks(monkeypatch, 4, {0: {"0.bias": 7}, 2: {"0.bias": 7}}, ranks_of_a_copy=2).replicas.check()
+    assert titles == ["the ranks' weights differ"]
 
 
 def test_what_is_saved_is_compared_once(monkeypatch):
@@ -119,19 +110,15 @@ def test_what_is_saved_is_compared_once(monkeypatch):
     assert len(asked) == 1
     ranks.replicas._batch = 31
     ranks.replicas.before_saving()
-    assert len(asked) == 2 and ranks.replicas.agreed_at == 31
+    assert len(asked) == 2 and ranks.replicas.last_equal_batch == 31
 
 
-def test_with_one_copy_in_parts_there_is_nothing_to_compare(monkeypatch):
-    config = RunConfig(sharding="full", health=HealthConfig(digest_every_batches=100))
-    assert health.problems(config) == []  # one rank
+def test_a_check_of_one_copy_in_parts_is_refused(monkeypatch):
+    config = HealthConfig(digest_every_batches=100)
+    assert health.problems(config, "full") == []  # one rank
     for dist in {health.dist, sharding.dist}:
         monkeypatch.setattr(dist, "get_world_size", lambda: 4)
         monkeypatch.setattr(dist, "get_local_world_size", lambda: 2)
-    [(key, text)] = health.problems(config)
-    assert f"{key}: {text}" == (
-        "health.digest_every_batches: 100, but sharding=full: each rank has other parts of one copy of the weights. Leave it "
-        "out, or say sharding=hybrid on several machines."
-    )
-    assert health.problems(RunConfig(sharding="hybrid", health=HealthConfig(digest_every_batches=100))) == []
-    assert health.problems(RunConfig(health=HealthConfig(digest_every_batches=100))) == []
+    [(key, text)] = health.problems(config, "full")
+    assert key == "health.digest_every_batches" and text.startswith("100, but sharding=full: each rank has other parts")
+    assert health.problems(config, "hybrid") == health.problems(config, "off") == []

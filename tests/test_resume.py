@@ -17,7 +17,7 @@ import pytest
 from conftest import run, started
 from test_checkpoints import newest, same_training
 
-from record.checkpoint_files import FULL, is_whole, listed
+from checkpointing.files import FULL, is_whole, list_checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -74,12 +74,12 @@ def test_killed_in_the_first_epoch_the_second_and_at_an_epochs_end_it_goes_on_bi
     unbroken = newest(tmp_path, "whole")
     with started("composer", "-n", "1", "benchmark.py", *words_of(tmp_path, "a", *more)) as process:
         kill_after(process, tmp_path / "a", 12, is_launcher=True)
-    killed_at = int(listed(tmp_path / "a" / "checkpoints", FULL)[0].name[7:19])
+    killed_at = int(list_checkpoints(tmp_path / "a" / "checkpoints", FULL)[0].name[7:19])
     assert killed_at >= 10  # that of batch 11 may be on its way, while batch 12 is trained
     for batch in (random.Random(3).choice([1, 2, 3, 4, 5]), 6, random.Random(4).choice([7, 8, 9, 10])):
         name = f"from{batch}"
         shutil.copytree(tmp_path / "a", tmp_path / name)
-        for path in listed(tmp_path / name / "checkpoints", FULL):
+        for path in list_checkpoints(tmp_path / name / "checkpoints", FULL):
             if int(path.name[7:19]) > batch:
                 path.unlink()
         done = composer(1, words_of(tmp_path, name, *more))
@@ -117,7 +117,7 @@ def test_ten_kills_while_checkpoints_are_written_lose_nothing_but_the_batches_si
     for _ in range(10):
         with started("python", "benchmark.py", *words_of(tmp_path, "a", *more)) as process:
             kill_after(process, folder, at + draw.randint(2, 4), is_launcher=False, delay_sec=draw.uniform(0.0, 0.1))
-        whole = [path for path in listed(folder / "checkpoints", FULL) if is_whole(path)]
+        whole = [path for path in list_checkpoints(folder / "checkpoints", FULL) if is_whole(path)]
         at = int(whole[0].name[7:19])
         assert at >= batches_written(folder) - 2, "more was lost than the one on its way and the batches since"
     composer(1, words_of(tmp_path, "a", *more))

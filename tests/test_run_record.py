@@ -9,19 +9,25 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from test_benchmark import refused
 
-import benchmark
 from callbacks.gradient_norm import GradientNorm
 from callbacks.losses import Losses
 from callbacks.run_record import RunRecord
 from callbacks.throughput import MeasureConfig, Throughput
-from cli.errors import ConfigError, text_of
-from cli.files import write_whole
-from record.config_file import ConfigFiles, found_batch_size, keep_keys, read_config
-from record.files import evaluations_of, lost_history, read_lines, read_summary, run_id_of
-from record.history import read_history
-from record.summary import spent, write_outcome
+from common.errors import ConfigError, error_text
+from common.files import write_atomic
+from run_folder.files import (
+    ConfigFiles,
+    evaluations_of,
+    keep_keys,
+    lost_history,
+    read_config,
+    read_lines,
+    read_summary,
+    run_id_of,
+    saved_batch_size,
+)
+from run_folder.history import cost_so_far, read_history, write_outcome
 
 
 def window(batch: int, **more) -> dict:
@@ -71,41 +77,26 @@ def test_a_last_line_that_a_killed_writer_left_is_cut_off(tmp_path, end):
     assert (tmp_path / "metrics.cut.jsonl").read_bytes() == LINES[2]
 
 
-@pytest.mark.parametrize("broken", [b'{"batch": 1, "eva\n', b"123\n", b"\n", b"\xff\n"])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl", "bad_samples.jsonl"])
-def test_a_broken_line_with_others_after_it_is_refused_and_the_record_stays_as_it_is(tmp_path, name, broken):
+def test_a_broken_line_before_others_is_refused_and_the_record_stays_as_it_is(tmp_path, name):
     path = tmp_path / name
-    path.write_bytes(OF_FILE[name][0] + broken + OF_FILE[name][2])
-    (tmp_path / "summary.json").write_text("{}")
-    before = {at.name: at.read_bytes() for at in tmp_path.iterdir()}
-    shown = broken.decode(errors="replace")[:-1]
-    with pytest.raises(ConfigError) as caught:
-        record_of(tmp_path).start(1)
-    assert str(caught.value) == (
-        f"{path}: line 2 cannot be read: '{shown}' is no whole JSON object. Fix it, or remove that line: what it said is "
-        "then lost, the others stay."
-    )
-    assert {at.name: at.read_bytes() for at in tmp_path.iterdir()} == before
+    key = {"metrics.jsonl": "batch", "starts.jsonl": "start", "bad_samples.jsonl": "sample"}[name]
     reader = {"metrics.jsonl": evaluations_of, "starts.jsonl": run_id_of}.get(name, lambda folder: read_lines(path))
-    with pytest.raises(ConfigError, match="line 2 cannot be read"):
-        reader(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "line", "said"),
-    [
-        ("metrics.jsonl", {"loss": 1.0}, "it has no batch"),
-        ("starts.jsonl", {"start": 1, "device": "CPU", "num_devices": 1}, "it has no run_id"),
-        ("bad_samples.jsonl", {"sample": 1, "key": "a"}, "it has no reason"),
-    ],
-)
-def test_a_line_that_is_none_of_its_file_is_named(tmp_path, name, line, said):
-    path = tmp_path / name
-    path.write_bytes(written(line))
-    fix = "Fix it, or remove that line: what it said is then lost, the others stay."
-    with pytest.raises(ConfigError) as caught:
-        read_lines(path)
-    assert str(caught.value) == f"{path}: line 1 cannot be read: {said}. {fix}"
+    (tmp_path / "summary.json").write_text("{}")
+    for broken in (b'{"batch": 1, "eva\n', b"123\n", b"\n", b"\xff\n", b'{"other": 1}\n'):
+        path.write_bytes(OF_FILE[name][0] + broken + OF_FILE[name][2])
+        before = {at.name: at.read_bytes() for at in tmp_path.iterdir()}
+        quoted = f"'{broken.decode(errors='replace')[:-1]}' is no whole JSON object"
+        reason = f"it has no {key}" if b"other" in broken else quoted
+        with pytest.raises(ConfigError) as caught:
+            record_of(tmp_path).start(1)
+        assert str(caught.value) == (
+            f"{path}: line 2 cannot be read: {reason}. Fix it, or remove that line: what it said is then lost, the others "
+            "stay."
+        )
+        assert {at.name: at.read_bytes() for at in tmp_path.iterdir()} == before
+        with pytest.raises(ConfigError, match="line 2 cannot be read"):
+            reader(tmp_path)
 
 
 def test_the_seconds_of_earlier_starts_are_those_of_their_end_or_of_their_last_line_cut_ones_included(tmp_path):
@@ -120,18 +111,16 @@ def test_the_seconds_of_earlier_starts_are_those_of_their_end_or_of_their_last_l
 
 def test_the_device_hours_of_a_run_are_each_starts_seconds_times_its_devices(tmp_path):
     """36 s on 8 devices, then 90 s on 2."""
-    starts = [start(1, seconds=36.0, num_devices=8), start(2, num_devices=2)]
-    (tmp_path / "starts.jsonl").write_bytes(written(*starts))
+    (tmp_path / "starts.jsonl").write_bytes(written(start(1, seconds=36.0, num_devices=8), start(2, num_devices=2)))
     (tmp_path / "metrics.jsonl").write_bytes(written(window(1), window(2, start=2, start_sec=90.0)))
-    assert spent(tmp_path, None) == {"device_hours": 0.13}
-    assert spent(tmp_path, 2.5) == {"device_hours": 0.13, "cost": 0.325}
-    assert spent(tmp_path, 2.5, ["bad_samples.jsonl"]) == {"device_hours": 0.13, "cost": 0.325}
+    assert cost_so_far(tmp_path, None) == {"device_hours": 0.13}
+    assert cost_so_far(tmp_path, 2.5, ["bad_samples.jsonl"]) == {"device_hours": 0.13, "cost": 0.325}
     for lost in ("starts.jsonl", "metrics.jsonl"):
-        assert spent(tmp_path, 2.5, [lost]) == {"device_hours": None, "cost": None}
+        assert cost_so_far(tmp_path, 2.5, [lost]) == {"device_hours": None, "cost": None}
 
 
-def checkpoint(batch: int, **kept) -> dict:
-    return {"progress": {"batch": batch}, "callbacks": {"RunRecord": {"batch": batch, "losses": [], **kept}}}
+def checkpoint(batch: int, **saved) -> dict:
+    return {"progress": {"batch": batch}, "callbacks": {"RunRecord": {"batch": batch, "losses": [], **saved}}}
 
 
 def test_a_record_that_lacks_what_it_had_at_its_checkpoint_is_known(tmp_path):
@@ -146,8 +135,10 @@ def test_a_record_that_lacks_what_it_had_at_its_checkpoint_is_known(tmp_path):
     assert lost_history(tmp_path, None) == {"starts.jsonl": "has 2 of 3 starts"}
 
 
-@pytest.mark.parametrize(("content", "said"), [('{"target": "pen', "Unterminated string"), ("[1]", "it holds a list")])
-def test_a_broken_summary_is_named_with_what_to_do(tmp_path, content, said):
+@pytest.mark.parametrize(
+    ("content", "output"), [('{"target": "pen', "it is no whole JSON"), ("[1]", "it holds a list")]
+)
+def test_a_broken_summary_is_named_with_what_to_do(tmp_path, content, output):
     assert read_summary(tmp_path) == {}
     path = tmp_path / "summary.json"
     path.write_text(content)
@@ -156,18 +147,19 @@ def test_a_broken_summary_is_named_with_what_to_do(tmp_path, content, said):
             read(tmp_path)
         text = str(caught.value)
         assert (
-            text.startswith(f"{path} is no whole summary: {said}")
-            and "resumes from the run's newest checkpoint" in text
+            text.startswith(f"{path} cannot be read: {output}") and "resumes from the run's newest checkpoint" in text
         )
     assert path.read_text() == content
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "overrides.yaml"])
 @pytest.mark.parametrize("content", ["model: [\n", "eval: {batch_size: 4\n", "- a\n", "eval: ${no}\n"])
-def test_a_broken_config_of_a_run_is_named_with_what_to_do(tmp_path, content):
+def test_a_broken_config_of_a_run_is_named_with_what_to_do(tmp_path, name, content):
     assert read_config(tmp_path) == {}
-    path = tmp_path / "config.yaml"
+    ConfigFiles({"seed": 17}, {"seed": 18}).write(tmp_path)
+    path = tmp_path / name
     path.write_text(content)
-    for read in (read_config, found_batch_size, lambda folder: keep_keys(folder, {"eval.batch_size": 4})):
+    for read in (read_config, saved_batch_size, lambda folder: keep_keys(folder, {"eval.batch_size": 4})):
         with pytest.raises(ConfigError) as caught:
             read(tmp_path)
         text = str(caught.value)
@@ -175,29 +167,24 @@ def test_a_broken_config_of_a_run_is_named_with_what_to_do(tmp_path, content):
     assert path.read_text() == content
 
 
-def test_config_yaml_is_written_once_and_what_is_otherwise_since_then_stands_beside_it(tmp_path):
-    def start(given: dict, **found) -> dict:
-        ConfigFiles.of(given, {**given, **found}).write(tmp_path)
+def test_config_yaml_is_written_once_and_later_values_go_to_overrides_yaml(tmp_path):
+    def start(keys: dict, **resolved) -> dict:
+        ConfigFiles.of(keys, {**keys, **resolved}).write(tmp_path)
         return read_config(tmp_path)
 
     first = {"seed": 17, "max_duration": "1ep", "micro": "auto", "eval.batch_size": None}
     assert start(first, micro=8) == {**first, "micro": 8}
-    written, later = (tmp_path / "config.yaml").read_bytes(), tmp_path / "later.yaml"
-    assert OmegaConf.load(tmp_path / "config.yaml") == OmegaConf.create(
-        {"seed": 17, "max_duration": "1ep", "micro": "auto", "eval": {"batch_size": None}}
-    )
+    content, overrides = (tmp_path / "config.yaml").read_bytes(), tmp_path / "overrides.yaml"
+    nested = {"seed": 17, "max_duration": "1ep", "micro": "auto", "eval": {"batch_size": None}}
+    assert OmegaConf.load(tmp_path / "config.yaml") == OmegaConf.create(nested)
     keep_keys(tmp_path, {"eval.batch_size": 4})
-    assert read_config(tmp_path) == {**first, "micro": 8, "eval.batch_size": 4} and found_batch_size(tmp_path) == 4
-    assert start({**first, "max_duration": "2ep", "new": 1}, micro=2) == {
-        **first,
-        "max_duration": "2ep",
-        "micro": 2,
-        "new": 1,
-    }
-    assert later.read_text() == "max_duration: 2ep\nmicro: 2\nnew: 1\n"
-    assert start({**first, "micro": 4}) == {**first, "micro": 4} and later.read_text() == "micro: 4\n"
-    assert start(first) == first and not later.exists()
-    assert (tmp_path / "config.yaml").read_bytes() == written
+    assert read_config(tmp_path) == {**first, "micro": 8, "eval.batch_size": 4} and saved_batch_size(tmp_path) == 4
+    longer = {**first, "max_duration": "2ep", "new": 1}
+    assert start(longer, micro=2) == {**longer, "micro": 2}
+    assert overrides.read_text() == "max_duration: 2ep\nmicro: 2\nnew: 1\n"
+    assert start({**first, "micro": 4}) == {**first, "micro": 4} and overrides.read_text() == "micro: 4\n"
+    assert start(first) == first and not overrides.exists()
+    assert (tmp_path / "config.yaml").read_bytes() == content
 
 
 def test_a_file_is_written_whole_through_a_link_which_stays(tmp_path):
@@ -205,7 +192,7 @@ def test_a_file_is_written_whole_through_a_link_which_stays(tmp_path):
     (tmp_path / "disk" / "a.txt").write_text("old")
     link = tmp_path / "a.txt"
     link.symlink_to(tmp_path / "disk" / "a.txt")
-    write_whole(link, "new")
+    write_atomic(link, "new")
     assert link.is_symlink() and (tmp_path / "disk" / "a.txt").read_text() == "new"
     assert len(list(tmp_path.rglob("*"))) == 3
 
@@ -218,9 +205,9 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError) as caught:
-        write_whole(tmp_path / "a.json", "{}")
+        write_atomic(tmp_path / "a.json", "{}")
     text = "cannot be written: No space left on device. Make room, and start the same command again."
-    assert text_of(caught.value) == f"{tmp_path / 'a.json'} {text}"
+    assert error_text(caught.value) == f"{tmp_path / 'a.json'} {text}"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -231,26 +218,3 @@ def test_what_a_killed_writer_left_is_removed_at_a_start_and_nothing_else(tmp_pa
     (tmp_path / ".config.tmp").mkdir()
     record_of(tmp_path).start(0)
     assert not ours.exists() and all(path.exists() for path in others) and (tmp_path / ".config.tmp").is_dir()
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "later.yaml"])
-def test_either_file_that_is_broken_is_named(tmp_path, name):
-    ConfigFiles({"seed": 17}, {"seed": 18}).write(tmp_path)
-    (tmp_path / name).write_text("seed: [")
-    with pytest.raises(ConfigError, match=f"{name}: cannot be read as YAML"):
-        read_config(tmp_path)
-
-
-def test_a_run_whose_record_is_broken_is_refused_before_anything_is_built(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(benchmark, "build_networks", lambda *given: pytest.fail("it was built"))
-    words = ["--use_synth_data", "model.preset=tiny", "image_size=64", f"run_folder={tmp_path}", "run_name=a"]
-    words += ["global_batch_size=8", "max_duration=4ba", "loggers.progress_bar=false"]
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.yaml").write_text("model: [\n")
-    [error] = refused(capsys, *words)
-    given = "line 2, column 1: while parsing a flow node: did not find expected node content"
-    assert error.startswith(f"{tmp_path}/a/config.yaml: cannot be read as YAML: {given}. Bring back")
-    (tmp_path / "a" / "config.yaml").write_text("seed: 17\n")
-    (tmp_path / "a" / "metrics.jsonl").write_bytes(b"123\n" + LINES[0])
-    [error] = refused(capsys, *words)
-    assert error.startswith(f"{tmp_path}/a/metrics.jsonl: line 1 cannot be read: '123'")

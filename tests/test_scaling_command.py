@@ -1,4 +1,4 @@
-"""preflight/scaling.py as a command: tables and pictures, what it begins at, what it refuses, and --print_config."""
+"""scaling/__main__.py as a command: tables and pictures, what it begins at, what it refuses, and --print_config."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from conftest import ROOT
 from PIL import Image
 from test_plan import lines
 
-from preflight import plan, scaling
-from preflight import scaling_devices as devices
-from preflight import scaling_run as runs
-from preflight.scaling_law import Setup
-from reports import scaling as report
+from preflight import plan
+from scaling import __main__, devices, estimates, report
+from scaling.law import Setup
 
 RESULTS = ROOT / "reports/results"
 EMOJI = str(RESULTS / "emoji_cpu_1_rank.json")
@@ -48,12 +46,12 @@ def a_record(folder: Path, name: str, num: int = 1, **changed: Any) -> str:
 
 def made(words: list[str]) -> tuple[dict[str, Any], str]:
     """The command's record, and what it prints of it; without the pictures, which take the longest."""
-    record = scaling.rounded_all(scaling.reckoned(scaling.read_words(words)))
+    record = __main__.rounded_all(__main__.make_record(__main__.read_command(words)))
     return record, report.text_of(record)
 
 
 def refused(words: list[str], capsys) -> str:
-    assert scaling.main(words) == 2
+    assert __main__.main(words) == 2
     return capsys.readouterr().err
 
 
@@ -63,7 +61,7 @@ def refused(words: list[str], capsys) -> str:
 def test_one_command_makes_the_record_the_tables_and_the_pictures(run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     keys = ["gpus=[8,64,1024]", "results=out/scaling.json", "price_per_gpu_hour=2.5", "price_date=2026-11-01"]
-    assert scaling.main([run, *keys]) == 0
+    assert __main__.main([run, *keys]) == 0
     printed, record = capsys.readouterr().out, json.loads(Path("out/scaling.json").read_text())
     assert [row["num"] for row in record["estimates"]] == [8, 64, 1024]
     assert record["run"]["images"] == 64_000 and record["run"]["gpu"] == "H200"
@@ -117,10 +115,19 @@ def test_the_committed_record_shows_every_section(capsys):
     assert all(f"=== {name}" in printed for name in (*sections, "Parameters", "Failures"))
 
 
+def test_the_errors_on_the_page_are_those_of_the_committed_record():
+    errors = json.loads((RESULTS / "scaling.json").read_text())["errors"]
+    large, all_sizes = (size["alone"] for size in errors["sizes"][-2:])
+    page = " ".join((ROOT / "docs/scaling.md").read_text().split())
+    assert f"by {100 * all_sizes['median']:.1f} % in the median, and by {100 * large['median']:.1f} % from 256" in page
+    assert f"it held {round(large['places'] * large['covered'])} of {large['places']} rows" in page
+    assert f"adds a deviation of {100 * errors['by_doubling']:.1f} %" in page
+
+
 def test_what_is_no_record_is_refused(tmp_path, capsys):
     (tmp_path / "a.json").write_text("{}")
     assert report.main([str(tmp_path / "a.json")]) == 2
-    assert "a.json: is no record of preflight.scaling (KeyError: 'run')." in capsys.readouterr().err
+    assert "a.json: is no record of scaling (KeyError: 'run')." in capsys.readouterr().err
 
 
 def test_efficiency_is_that_over_one_node_whatever_the_numbers_of_gpus():
@@ -140,29 +147,24 @@ def test_efficiency_is_that_over_one_node_whatever_the_numbers_of_gpus():
     assert "Efficiency is that over one node of 8 GPUs, at" in printed
 
 
-def test_a_run_without_checkpoints_is_one_segment_and_says_so(run):
+def test_a_run_without_checkpoints_is_one_segment_and_its_own_cadence_is_priced_next_to_the_best(run, tmp_path):
     record, printed = made([run, "gpus=[8]", "mtbf_hours=1", "images=3000000"])
     [row] = record["estimates"]
-    hours = row["train_hours"]
-    expected = runs.overhead_frac(3600 * hours, 0.0, 300.0, 3600 * row["mtbf_hours"])
+    hours, between = row["train_hours"], 3600 * row["mtbf_hours"]
+    expected = estimates.overhead_frac(3600 * hours, 0.0, 300.0, between)
     assert row["overhead_frac"] == pytest.approx(expected, rel=1e-3) and expected > 1
-    assert row["days"] == pytest.approx(hours / 24 * (1 + expected), rel=1e-3)
-    assert "saves none" in printed and "The run saves no checkpoints, so that a failure loses all of it;" in printed
-    assert row["own_frac"] is None
+    assert row["days"] == pytest.approx(hours / 24 * (1 + expected), rel=1e-3) and row["own_frac"] is None
+    assert "The run saves no checkpoints, so that a failure loses all of it;" in printed
     record, printed = made([run, "gpus=[8]", "mtbf_hours=1", "images=64000000"])
     assert record["estimates"][0]["days"] is None and "  never  " in printed and "never ends" in printed
-
-
-def test_the_runs_own_cadence_is_priced_beside_the_best(run, tmp_path):
     saving = tmp_path / "saving.yaml"
     saving.write_text(Path(run).read_text() + "save:\n  every_images: 1280\n")
     record, printed = made([str(saving), "gpus=[8]", "images=64000000000"])
     [row] = record["estimates"]
     assert row["own_every_sec"] == pytest.approx(1280 / row["images_per_sec"], rel=1e-4)
-    between = 3600 * row["mtbf_hours"]
-    assert row["own_frac"] == pytest.approx(
-        runs.overhead_frac(row["own_every_sec"], record["run"]["checkpoint_gib"], 300.0, between), rel=1e-3
-    )
+    gib, between = record["run"]["checkpoint_gib"], 3600 * row["mtbf_hours"]
+    expected = estimates.overhead_frac(row["own_every_sec"], gib, 300.0, between)
+    assert row["own_frac"] == pytest.approx(expected, rel=1e-3)
     assert row["own_frac"] > row["overhead_frac"] and "at save.every_images=1280" in printed
 
 
@@ -214,39 +216,14 @@ def test_tiny_runs_have_three_digits_and_raised_batches_are_said(run):
 
 
 def test_bytes_of_a_sample_are_those_of_its_size(tmp_path):
-    found, place = {}, tmp_path / "tiny.yaml"
-    for side, stage in ((512, "moments"), (256, "moments"), (128, "images")):
-        place.write_text(
-            TINY.replace("image_size: 64", f"image_size: {side}").replace(
-                "synthetic: true", f"stage: {stage}\n  remote: some"
-            )
-        )
-        record, _ = made([str(place), "gpus=[8]"])
-        row = record["estimates"][0]
-        found[side] = row["node_mb_per_sec"] / row["images_per_sec"] * 1e6
-    assert found[512] == pytest.approx(65_771.6, rel=1e-4)
-    assert found[256] == pytest.approx(65_536 / 4 + 235.6, rel=1e-3)
-    images = json.loads((RESULTS / "data_speed.json").read_text())["images_bytes_a_sample"]
-    assert found[128] == pytest.approx(images / 16, rel=1e-4)  # an image's file grows with its area
-
-
-def test_the_target_picture_names_its_rounds_its_target_and_has_the_runs_own_curves(monkeypatch, tmp_path):
-    from matplotlib.figure import Figure
-
-    record, _ = made(["gpus=[8,64]"])
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: drawn.append(self))
-    report.draw(record, tmp_path)
-    _, target = drawn
-    titles = [axes.get_title() for axes in target.axes]
-    assert len(titles) == 6 and "this run on H200" in titles[2]
-    assert "Target: FID 90 or less and CLIP 0.15 or more" in titles[0] and "validation loss 0.586 or less" in titles[1]
-    legend = target.axes[0].get_legend()
-    assert legend is not None
-    texts = [text.get_text() for text in legend.get_texts()]
-    assert [text for text in texts if "MLPerf" in text] == [
-        f"published: MLPerf {n}, H100" for n in ("4.1", "4.0", "3.1")
-    ]
+    place, images = tmp_path / "tiny.yaml", json.loads((RESULTS / "data_speed.json").read_text())
+    expected = {(512, "moments"): 65_771.6, (256, "moments"): 65_536 / 4 + 235.6}
+    expected[128, "images"] = images["images_bytes_a_sample"] / 16  # an image's file grows with its area
+    for (side, stage), num_bytes in expected.items():
+        text = TINY.replace("image_size: 64", f"image_size: {side}")
+        place.write_text(text.replace("synthetic: true", f"stage: {stage}\n  remote: some"))
+        [row] = made([str(place), "gpus=[8]"])[0]["estimates"]
+        assert row["node_mb_per_sec"] / row["images_per_sec"] * 1e6 == pytest.approx(num_bytes, rel=1e-3)
 
 
 # --- how a run exchanges ---
@@ -255,11 +232,11 @@ def test_the_target_picture_names_its_rounds_its_target_and_has_the_runs_own_cur
 def test_a_record_and_a_yaml_exchange_by_one_rule(run, tmp_path):
     sharded = tmp_path / "sharded.yaml"
     sharded.write_text(Path(run).read_text() + "sharding: full\ndevice_train_microbatch_size: 2\nprecision: fp32\n")
-    facts, _ = scaling.read_run(scaling.read_words([str(sharded)]))
+    spec, _ = __main__.read_run(__main__.read_command([str(sharded)]))
     record = devices.read_measured(a_record(tmp_path, "a", 8, sharding="full", precision="fp32"))
     links = "nvlink4", "infiniband_ndr", 8
-    assert facts.step.exchange == record.step.exchange == devices.Exchange(4, 3.0, True)
-    assert facts.step.over(links).volume == record.step.over(links).volume == 3.0
+    assert spec.step.exchange == record.step.exchange == devices.Exchange(4, 3.0, True)
+    assert spec.step.over(links).volume == record.step.over(links).volume == 3.0
     plain = devices.read_measured(a_record(tmp_path, "b", 8))
     assert plain.step.exchange == devices.Exchange(4, 2.0, False)
 
@@ -289,22 +266,17 @@ def test_what_differs_between_the_record_and_the_run_is_named(run, tmp_path):
     assert "image_size ([512, 512], here [256, 256])" in printed
 
 
-@pytest.mark.parametrize(
-    ("device", "card"),
-    [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA GB200", "GB200"),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA L40S", None),
-        ("CPU AMD EPYC, 2 threads", None),
-    ],
-)
-def test_a_card_is_known_by_the_whole_name_of_a_device(tmp_path, device, card):
-    assert devices.read_measured(a_record(tmp_path, "a", device=device)).card == card
+def test_a_card_is_known_by_the_whole_name_of_a_device(tmp_path):
+    for device, card in {
+        "NVIDIA H200": "H200",
+        "NVIDIA A100-SXM4-80GB": "A100",
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA GB200": "GB200",
+        "NVIDIA GH200 480GB": None,
+        "NVIDIA H100 PCIe": None,
+        "CPU AMD EPYC, 2 threads": None,
+    }.items():
+        assert devices.read_measured(a_record(tmp_path, "a", device=device)).card == card
 
 
 # --- what is refused ---
@@ -356,19 +328,6 @@ def test_keys_that_are_not_possible_are_refused_with_what_is(word, message, caps
     assert message in refused([word], capsys)
 
 
-def test_what_cannot_be_read_is_refused(run, tmp_path, capsys):
-    assert "nowhere.json: no such file or folder. Give runs/NAME or a record." in refused([run, "nowhere.json"], capsys)
-    assert "command line: 2 YAML files given. Possible: one run." in refused([run, run], capsys)
-    epochs = tmp_path / "epochs.yaml"
-    epochs.write_text(TINY.replace("1000ba", "1ep"))
-    assert "epochs.yaml: max_duration: 1ep; how many images that is cannot be known" in refused([str(epochs)], capsys)
-    text = json.dumps({**json.loads(Path(EMOJI).read_text()), "tflop_per_image": None})
-    (tmp_path / "old.json").write_text(text)
-    assert "old.json: its tflop_per_image is null. Possible: a number above 0." in refused(
-        [run, str(tmp_path / "old.json")], capsys
-    )
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -384,7 +343,7 @@ def test_a_record_with_a_number_that_no_run_has_is_refused_by_name(run, tmp_path
     message = f"a.json: its {key} is {value!r}. Possible: a number above 0. Give another record."
     assert message in refused([run, place], capsys)
     with pytest.raises(ValueError, match=key):  # which --print_config prints
-        devices.expected(place, 8, 256)
+        devices.expected_speed(place, 8, 256)
 
 
 # --- --print_config ---
@@ -392,11 +351,14 @@ def test_a_record_with_a_number_that_no_run_has_is_refused_by_name(run, tmp_path
 
 def test_print_config_reckons_its_ranks_from_a_record_with_an_interval(tmp_path):
     place = a_record(tmp_path, "one_gpu")
-    told_of = devices.expected(place, 8, 256)
+    told_of = devices.expected_speed(place, 8, 256)
     assert told_of.low < told_of.value < told_of.high and told_of.value < 8 * 140.0
     printed = lines(measure__expected_record=place, max_duration="2000ba")
     at = next(line for line in printed if line.startswith("time: "))
-    assert f"at {plan._short(told_of.value)} images/s ({plan._short(told_of.low)} to" in at and "for 8 ranks from" in at
+    assert (
+        f"at {plan._three_digits(told_of.value)} images/s ({plan._three_digits(told_of.low)} to" in at
+        and "for 8 ranks from" in at
+    )
     took = next(line for line in printed if line.startswith("max_duration: "))
     slowest = plan.readable_time(512_000 / told_of.low)
     assert took.endswith(f"to {slowest})") and plan.readable_time(512_000 / told_of.value) in took
@@ -408,7 +370,7 @@ def test_print_config_takes_a_kind_of_gpu_for_its_published_speed():
     printed = lines(measure__expected_record="H200", max_duration="2000ba")
     [line] = [line for line in printed if line.startswith("time: of training alone, at ")]
     assert "from measure.expected_record=H200, its published speed, see docs/scaling.md" in line
-    assert re.search(r"at [\d,.]+ images/s \([\d,.]+ to [\d,.]+\), reckoned for 8 ranks", line), line
+    assert re.search(r"at [\d,.]+ images/s \([\d,.]+ to [\d,.]+\), estimated for 8 ranks", line), line
 
 
 def test_print_config_says_why_a_record_gives_no_speed():

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
+from families import load_family, pipeline_files
+from families.encoders import ModelConfig, weights_problems
+from families.objectives import ObjectiveConfig
+from families.sampling import build_scheduler
+from mds.images import crop_geometry
 from model import LatentDiffusion, build_model
-from stages.images import shown_part
-from weights.clip_text import TextModel
-from weights.tensors import on_meta
-from zoo import load_family, tokenizer_files
-from zoo.encoders import weights_problems
-from zoo.model_config import ModelConfig
-from zoo.objectives import ObjectiveConfig
-from zoo.sampling import build_scheduler
+from weights.encoder_networks import ClipTextModel
+from weights.tensors import build_on_meta
 
 SIZE = (96, 64)
 CAPTIONS = ["a photograph of an astronaut riding a horse", "word " * 200]
@@ -25,21 +22,16 @@ def num_parameters(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def tiny(**of_objective: object) -> LatentDiffusion:
-    model = build_model(
-        ModelConfig("sdxl", "tiny", weights="random"),
-        ObjectiveConfig(**of_objective),
-        size=SIZE,
-        normalize="symmetric",
-        seed=0,
-    )
-    return model.place(torch.device("cpu"), "fp32")
+def tiny(weights: str = "random", **objective: object) -> LatentDiffusion:
+    config = ModelConfig("sdxl", "tiny", weights=weights)
+    model = build_model(config, ObjectiveConfig(**objective), size=SIZE, normalize="symmetric", seed=0)
+    return model.to_device(torch.device("cpu"), "fp32")
 
 
 def test_full_sdxl_has_the_published_number_of_parameters():
     """2,567,463,684: the UNet's own, as in its file; 694,659,840: OpenCLIP bigG's text encoder with its projection."""
     family = load_family("sdxl", "full", "stock")
-    parts = {"unet": on_meta(family.build_denoiser), **on_meta(family.build_encoders)}
+    parts = {"unet": build_on_meta(family.build_denoiser), **build_on_meta(family.build_encoders)}
     expected = {"unet": 2_567_463_684, "vae": 83_653_863, "text": 123_060_480, "text_2": 694_659_840}
     assert {name: num_parameters(part) for name, part in parts.items()} == expected
 
@@ -49,9 +41,9 @@ def test_text_states_and_images_are_those_of_diffusers_pipeline(tmp_path):
     from transformers import CLIPTokenizer
 
     model, tokenizers = tiny(), []
-    for pad in (tokenizer_files.CLIP_END, "!"):  # as in tokenizer/ and tokenizer_2/ of the published model
+    for pad in (pipeline_files.CLIP_END_TEXT, "!"):  # as in tokenizer/ and tokenizer_2/ of the published model
         folder = tmp_path / str(len(tokenizers))
-        tokenizer_files.save_clip(folder, pad)
+        pipeline_files.save_clip_tokenizer(folder, pad)
         tokenizers.append(CLIPTokenizer.from_pretrained(folder))
     pipeline = StableDiffusionXLPipeline(
         vae=model.frozen["vae"],
@@ -139,28 +131,17 @@ def test_dropped_captions_have_states_of_zeros_and_the_others_their_own():
     ],
 )
 def test_the_sizes_are_those_of_the_picture_and_of_what_is_shown_of_it(source, at, flipped, expected):
-    assert shown_part(source, (512, 512), at, flipped=flipped) == expected
+    assert crop_geometry(source, (512, 512), at, flipped=flipped) == expected
 
 
 def test_a_diffusers_folder_is_read_with_both_its_text_encoders(tmp_path):
+    """As diffusers and transformers themselves write it."""
     model = tiny()
-    save_folder(model, tmp_path)
-    read = tiny_from(tmp_path)
-    assert read.encoders.fingerprints == model.encoders.fingerprints
-    (tmp_path / "text_encoder_2" / "model.safetensors").unlink()
-    assert weights_problems(model.family, str(tmp_path))[0].startswith(
-        f"text_2: {tmp_path}/text_encoder_2 has none of "
-    )
-
-
-def save_folder(model: LatentDiffusion, folder: Path) -> None:
-    """Write the encoders as diffusers and transformers themselves do."""
     for label, module in model.frozen.items():
-        bare = module.text_model if isinstance(module, TextModel) else module
-        bare.save_pretrained(folder / model.family.published()[label](module).folder)
-    model.family.save_tokenizers(folder)
-
-
-def tiny_from(folder: Path) -> LatentDiffusion:
-    config = ModelConfig("sdxl", "tiny", weights=str(folder))
-    return build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=0)
+        bare = module.text_model if isinstance(module, ClipTextModel) else module
+        bare.save_pretrained(tmp_path / model.family.network_names()[label](module).folder)
+    model.family.save_tokenizers(tmp_path)
+    assert tiny(str(tmp_path)).encoders.fingerprints == model.encoders.fingerprints
+    (tmp_path / "text_encoder_2" / "model.safetensors").unlink()
+    [problem, *_] = weights_problems(model.family, str(tmp_path))
+    assert problem.startswith(f"text_2: {tmp_path}/text_encoder_2 has none of ")

@@ -13,15 +13,13 @@ from test_validation import made
 
 import benchmark
 from eval import main as eval_main
-from evaluation.score_table import read_rows
+from evaluation.table import read_rows
+from families.encoders import ModelConfig
+from families.objectives import ObjectiveConfig
+from families.packing import pack, unpack
+from families.pipeline_files import collect_networks
+from families.shapes.networks import END
 from model import LatentDiffusion, build_model
-from prepare.shapes.pictures import draw_jitter, render
-from zoo.model_config import ModelConfig
-from zoo.objectives import ObjectiveConfig
-from zoo.packing import pack, unpack
-from zoo.pipeline_folder import networks_of
-from zoo.shapes.networks import END
-from zoo.shapes.scenes import draw_scene
 
 YAML = ROOT / "yamls/shapes_flow.yaml"
 RECORDS = ROOT / "reports/results/shapes_flow"
@@ -37,40 +35,31 @@ def tiny() -> LatentDiffusion:
         normalize="symmetric",
         seed=0,
     )
-    return model.place(torch.device("cpu"), "fp32")
+    return model.to_device(torch.device("cpu"), "fp32")
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_images_are_those_of_diffusers_pipeline(tiny, guidance):
-    """Places of tokens, times and guidance: the same noise gives the same latents in FLUX's pipeline."""
+def test_images_are_those_of_diffusers_pipeline(tiny):
+    """Positions of tokens, times and guidance: the same noise gives the same latents in FLUX's pipeline."""
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
-    for parameter in tiny.denoiser.parameters():  # what begins at zero would hide all else
+    for parameter in tiny.denoiser.parameters():  # layers that start at zero would hide all else
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.05)
     noise = torch.randn(3, *tiny.family.latent_shape((48, 32)), generator=torch.Generator().manual_seed(0))
     tokens = tiny.family.tokenize(CAPTIONS)
-    images = tiny.generate(tokens, noise, sampler="euler", steps=5, guidance=guidance)
+    images = tiny.generate(tokens, noise, sampler="euler", steps=5, guidance=2.0)
     none: dict[str, Any] = dict(text_encoder=None, tokenizer=None, text_encoder_2=None, tokenizer_2=None)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
     pipeline = FluxPipeline(scheduler=scheduler, vae=tiny.frozen["vae"], transformer=tiny.denoiser, **none)
     pipeline.set_progress_bar_config(disable=True)
+    options: dict[str, Any] = dict(num_inference_steps=5, width=48, height=32, output_type="latent", true_cfg_scale=2.0)
     with torch.no_grad():
-        states, empty = (
-            tiny.family.encode_text(tiny.frozen, {"tokens": t}) for t in (tokens["tokens"], tokens["tokens"][2:])
-        )
-        latents = pipeline(
-            prompt_embeds=states["text"],
-            pooled_prompt_embeds=states["pooled"],
-            negative_prompt_embeds=empty["text"].expand(3, -1, -1),
-            negative_pooled_prompt_embeds=empty["pooled"].expand(3, -1),
-            true_cfg_scale=guidance,
-            latents=pack(noise),
-            num_inference_steps=5,
-            width=48,
-            height=32,
-            output_type="latent",
-        ).images
+        states = tiny.family.encode_text(tiny.frozen, tokens)
+        empty = tiny.family.encode_text(tiny.frozen, {"tokens": tokens["tokens"][2:]})
+        options |= dict(prompt_embeds=states["text"], pooled_prompt_embeds=states["pooled"])
+        options |= dict(negative_prompt_embeds=empty["text"].expand(3, -1, -1))
+        options |= dict(negative_pooled_prompt_embeds=empty["pooled"].expand(3, -1))
+        latents = pipeline(latents=pack(noise), **options).images
         theirs = tiny.family.decode_latents(tiny.frozen, unpack(latents, 8, 12)) / 2 + 0.5
     assert images.shape == (3, 3, 32, 48) and float((images - theirs.clamp(0, 1)).abs().max()) < 2e-5
 
@@ -84,41 +73,9 @@ def test_the_whole_caption_is_the_state_at_its_end_mark(tiny):
     assert torch.equal(states["pooled"], states["text"][torch.arange(4), ends])
 
 
-def test_the_loss_falls_and_a_step_is_the_flows(tiny):
-    """x_t = (1 - t) x_0 + t eps, the target eps - x_0, a mean square: written out here. Then 25 steps on one batch."""
-    scenes = [draw_scene(number, 3) for number in range(8)]
-    pixels = torch.stack([_pixels(render(scene, 32, draw_jitter(n, 3))) for n, scene in enumerate(scenes)])
-    tokens = tiny.family.tokenize([scene.caption for scene in scenes])
-    batch = tiny.draw({"images": pixels, **tokens}, torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        latents, condition = tiny.encode(batch)
-        t = batch["times"][:, None, None, None]
-        noisy = (1 - t) * latents + t * batch["noise"]
-        said = tiny.family.denoise(tiny.denoiser, noisy, batch["times"], condition)
-        expected = (said - (batch["noise"] - latents)).square().mean()
-    optimizer = torch.optim.AdamW(tiny.denoiser.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(25):
-        loss = tiny.loss(tiny(batch), batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[0] == pytest.approx(float(expected), rel=1e-5)
-    assert losses[-1] < 0.8 * losses[0], losses
-
-
-def _pixels(picture: Any) -> torch.Tensor:  # -> (3, H, W) uint8
-    return (
-        torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-        .reshape(*picture.size[::-1], 3)
-        .permute(2, 0, 1)
-    )
-
-
 def test_an_export_that_would_be_another_pipelines_is_refused(tiny):
     with pytest.raises(ValueError, match="^model.variant: flow of shapes is not exported: "):
-        networks_of(tiny.family, tiny.denoiser, tiny.frozen)
+        collect_networks(tiny.family, tiny.denoiser, tiny.frozen)
 
 
 @pytest.mark.slow
@@ -177,10 +134,8 @@ def test_the_pages_table_is_that_of_the_records():
 
 
 def test_the_demos_record_is_of_the_recipe_and_met_the_target():
-    made, page = (
-        json.loads((RECORDS.parent / "shapes_flow_cpu.json").read_text()),
-        (ROOT / "docs/miniature.md").read_text(),
-    )
-    target = OmegaConf.load(YAML).target.val_loss
-    assert made["target"] == "reached" and made["seed"] == OmegaConf.load(YAML).seed and made["val_loss"] <= target
-    assert f"{made['val_loss']:.3f} after {made['images_to_target']:,} images" in page
+    record, recipe = json.loads((RECORDS.parent / "shapes_flow_cpu.json").read_text()), OmegaConf.load(YAML)
+    assert record["target"] == "reached" and record["seed"] == recipe.seed
+    assert record["val_loss"] <= recipe.target.val_loss
+    text = f"{record['val_loss']:.3f} after {record['images_to_target']:,} images"
+    assert text in (ROOT / "docs/miniature.md").read_text()

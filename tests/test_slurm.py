@@ -18,7 +18,7 @@ import pytest
 from conftest import ROOT
 from test_checkpoints import newest, same_training
 
-from record.files import METRICS, SUMMARY, read_lines
+from run_folder.files import METRICS, SUMMARY, read_lines
 from tests.cluster.__main__ import process_of
 from tests.cluster.slurm import Cluster, missing, two_nodes
 
@@ -93,12 +93,11 @@ def whole(cluster, miniature, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def held_out(tmp_path_factory) -> Path:
     """Moments of 64 pictures that the miniature's training has not."""
-    from prepare import latents, shards
-    from prepare.shapes import command
+    from prepare import latents, shapes, shards
 
     folder = tmp_path_factory.mktemp("held-out")
     tars, images, moments = (str(folder / name) for name in ("tars", "images", "moments"))
-    assert command.main([tars, "num_images=64", "part=reference"]) == 0
+    assert shapes.main([tars, "num_images=64", "part=reference"]) == 0
     assert shards.main([tars, images]) == 0
     assert latents.main([images, moments, "model.family=shapes", "image_size=32"]) == 0
     return folder / "moments"
@@ -250,21 +249,26 @@ class TestRuns:
         batches = [line["batch"] for line in lines if "loss" in line]
         assert batches == list(range(1, 2 * at + 1))
 
-    def test_two_jobs_of_one_node_share_its_memory_and_each_survives_the_others_end(
+    def test_two_jobs_of_one_node_share_a_cache_folder_and_each_survives_the_others_end(
         self, cluster, miniature, tmp_path, whole
     ):
-        one = "--nodes=1", "--nodelist=node1", "--cpus-per-task=1"
-        words = {name: [SLOW, "0.5", "0", *words_of(miniature, tmp_path, name)] for name in "ab"}
+        one, cache = ("--nodes=1", "--nodelist=node1", "--cpus-per-task=1"), f"data.local={tmp_path / 'cache'}"
+        words = {name: [SLOW, "0.5", "0", *words_of(miniature, tmp_path, name, cache)] for name in "ab"}
+        before = cluster.at("ls", "/dev/shm", where="node1")
         jobs = {name: cluster.submit(words[name], *one, MAX_RESTARTS="0") for name in "ab"}
         for job in jobs.values():
             cluster.until(job, lambda job=job: cluster.batches(job) >= 2)
-        assert len(cluster.at("ls", "/dev/shm", where="node1").split()) >= 2
+        assert cluster.at("ls", "/dev/shm", where="node1") == before
         process_of("run_name=b ", "rank", "node1").send_signal(signal.SIGKILL)
         assert cluster.end_of(jobs["b"])["JobState"] == "FAILED"
         again = cluster.submit(words["b"], *one)
         for job in (jobs["a"], again):
             assert cluster.end_of(job)["JobState"] == "COMPLETED", cluster.all_said(job)
         assert same_training(newest(tmp_path, "a"), newest(tmp_path, "b"))
+        assert cluster.at("ls", "/dev/shm", where="node1") == before
+        assert {path.name for path in miniature.moments.glob("*.mds")} <= {
+            p.name for p in (tmp_path / "cache").iterdir()
+        }
 
     def test_an_mlperf_submissions_variables_run_the_miniature_to_its_result(self, cluster, miniature, tmp_path):
         """launch/config_CPU_02x01x16.sh, and the data and scores of the tests."""

@@ -1,9 +1,10 @@
-"""stages/store_errors.py: the messages about addresses that cannot be used, before any request is made."""
+"""mds/stores.py: the messages about addresses that cannot be used, before any request is made."""
 
 from __future__ import annotations
 
 import http.server
 import os
+import re
 import socket
 import ssl
 import threading
@@ -11,42 +12,21 @@ import threading
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 
-from stages.dataset import is_remote, read_stage
-from stages.store_errors import address_problem, explain_store_error, is_passing, may_pass
+from mds.dataset import is_remote, read_dataset
+from mds.stores import address_problem, download_once, explain_store_error, is_retryable, is_temporary
 
 S3 = "Write s3://BUCKET/PREFIX"
 ADDRESSES = [
     ("s3://", f"s3:// names no bucket. {S3}."),
-    ("s3:///mom", f"s3:///mom names no bucket. {S3}."),
     ("s3:easel/mom", f"s3:easel/mom names no bucket. {S3}."),
     ("s3://easel/ha#sh", f"s3://easel/ha#sh has a '#', and what follows it would be left out. {S3}."),
     ("s3://easel/mom?x=1", f"s3://easel/mom?*** has a '?', and what follows it would be left out. {S3}."),
-    (
-        "s3://host:9000/mom",
-        f"s3://host:9000/mom names no bucket that can be. {S3}; the server's address goes into S3_ENDPOINT_URL.",
-    ),
+    ("s3://host:9000/mom", "s3://host:9000/mom names no bucket that can be. "),
     ("s3://[easel/mom", f"s3://[easel/mom names no bucket. {S3}."),
-    (
-        "s3://easel/mom ",
-        f"'s3://easel/mom ' has a blank at an end, or a character that cannot be seen. {S3}.",
-    ),
-    (
-        "s3://easel/m\nom",
-        f"'s3://easel/m\\nom' has a blank at an end, or a character that cannot be seen. {S3}.",
-    ),
+    *((address, f"{address!r} has a blank at an end, or a ") for address in ("s3://easel/mom ", "s3://easel/m\nom")),
     ("hf://b/x", "hf://b/x names no dataset of a hub. Write hf://datasets/OWNER/NAME/FOLDER."),
     ("gs:///mom", "gs:///mom names no bucket. Write gs://BUCKET/PREFIX."),
     ("sftp:///mom", "sftp:///mom names no host. Write sftp://USER@HOST/FOLDER."),
-]
-ENDPOINTS = [
-    "http://[::1:80",
-    "http://h:99999",
-    "http://h:abc",
-    "http://h:0",
-    "h:9000",
-    "ftp://h:9",
-    "http://",
-    "http://h: 9",
 ]
 
 
@@ -57,13 +37,13 @@ def no_variables(monkeypatch):
             monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize(("address", "told"), ADDRESSES, ids=[repr(address) for address, _ in ADDRESSES])
-def test_an_address_that_cannot_be_is_refused_before_it_is_asked(address, told):
-    assert is_remote(address) and address_problem(address) == told
-    assert explain_store_error(ValueError("Invalid IPv6 URL"), address) == told
-    with pytest.raises(ValueError) as error:
-        read_stage(address)
-    assert str(error.value) == told
+@pytest.mark.parametrize(("address", "message"), ADDRESSES, ids=[repr(address) for address, _ in ADDRESSES])
+def test_an_impossible_address_is_refused_before_a_request(address, message):
+    text = address_problem(address)
+    assert is_remote(address) and text.startswith(message)
+    assert explain_store_error(ValueError("Invalid IPv6 URL"), address) == text
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        read_dataset(address)
 
 
 @pytest.mark.parametrize(
@@ -78,15 +58,21 @@ def test_a_folder_and_an_address_that_can_be_are_let_through(address):
     assert address_problem(address) is None
 
 
-@pytest.mark.parametrize("name", ["S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"])
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_a_server_that_cannot_be_is_named_with_its_variable(monkeypatch, name, endpoint):
+@pytest.mark.parametrize(
+    ("name", "endpoint"),
+    [
+        *(("S3_ENDPOINT_URL", url) for url in ("http://[::1:80", "http://h:99999", "http://h:abc", "http://h:0")),
+        *(("AWS_ENDPOINT_URL_S3", url) for url in ("h:9000", "ftp://h:9")),
+        *(("AWS_ENDPOINT_URL", url) for url in ("http://", "http://h: 9")),
+    ],
+)
+def test_an_impossible_server_is_named_with_its_variable(monkeypatch, name, endpoint):
     monkeypatch.setenv(name, endpoint)
-    given = (
+    text = (
         f"s3://easel/mom cannot be read: {name}={endpoint} is no address. Write http://HOST:PORT or https://HOST:PORT."
     )
-    assert address_problem("s3://easel/mom") == given
-    assert explain_store_error(ValueError("Invalid IPv6 URL"), "s3://easel/mom") == given
+    assert address_problem("s3://easel/mom") == text
+    assert explain_store_error(ValueError("Invalid IPv6 URL"), "s3://easel/mom") == text
     assert address_problem("gs://easel/mom") is None and address_problem("mom") is None
 
 
@@ -101,10 +87,10 @@ def test_a_server_that_can_be_is_let_through_and_a_password_is_not_shown(monkeyp
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):
-    """A store that answers 400 to everything; streaming's own download asks such a one again and again, and never ends."""
+    """A store that answers 400 to everything; streaming's own download calls itself without end with such a store."""
 
     def do_HEAD(self) -> None:
-        self.server.num_asked += 1
+        self.server.requests.append("Authorization" in self.headers)
         body = b"<Error><Code>InvalidRequest</Code><Message>no</Message></Error>" if self.command == "GET" else b""
         self.send_response(400)
         self.send_header("Content-Length", str(len(body)))
@@ -117,33 +103,41 @@ class Refusing(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_store_that_answers_400_is_asked_some_times_and_no_more(monkeypatch):
+def test_a_store_that_answers_400_is_asked_again_without_credentials_and_no_more(monkeypatch, tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
-        server.num_asked = 0
+        server.requests = []
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         for name, value in (("S3_ENDPOINT_URL", address), ("AWS_ACCESS_KEY_ID", "x"), ("AWS_SECRET_ACCESS_KEY", "x")):
             monkeypatch.setenv(name, value)
-        with pytest.raises(ValueError, match="^s3://easel/mom") as error:
-            read_stage("s3://easel/mom")
+        with pytest.raises(Exception, match="400"):
+            download_once("s3://easel/index.json", str(tmp_path / "index.json"))
+        # botocore asks for the bucket's region, too
+        assert server.requests in ([True, False], [True, True, False, False])
+        server.requests.clear()
+        with pytest.raises(
+            ValueError, match=f"^s3://easel/mom.* cannot be read: {address} answers: InvalidRequest: An er"
+        ):
+            read_dataset("s3://easel/mom")
         server.shutdown()
-    assert server.num_asked <= 7  # with the size, which is asked first, and looks at the bucket, which say why
-    assert f"cannot be read: {address} answers: InvalidRequest: An error occurred (InvalidRequest)" in str(error.value)
+    assert len(server.requests) <= 7  # with those for the size and the bucket, which explain the error
 
 
-def test_a_region_that_cannot_be_is_named_with_its_variable(monkeypatch):
+def test_a_bad_region_and_a_name_that_does_not_resolve_are_named(monkeypatch):
+    error = EndpointConnectionError(endpoint_url="https://easel.s3.amazonaws.com/mom", error=socket.gaierror(-2, "no"))
+    text = explain_store_error(error, "s3://easel/mom")
+    assert text.startswith("s3://easel/mom cannot be read: the name easel.s3.amazonaws.com does not resolve. ")
     monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "bad region!")
-    with pytest.raises(ValueError) as error:
-        read_stage("s3://easel/mom")
-    told = str(error.value)
-    assert told.startswith("s3://easel/mom cannot be read: the region is none (") and "Set AWS_DEFAULT_REGION" in told
-
-
-def test_a_server_of_aws_whose_name_does_not_resolve_is_named():
-    error = EndpointConnectionError(endpoint_url="https://easel.s3.amazonaws.com/mom", error=socket.gaierror(-2, "no"))
-    told = explain_store_error(error, "s3://easel/mom")
-    assert told.startswith("s3://easel/mom cannot be read: the name easel.s3.amazonaws.com does not resolve. ")
+    with pytest.raises(
+        ValueError, match=r"^s3://easel/mom cannot be read: the region is none \(.* Set AWS_DEFAULT_REG"
+    ):
+        read_dataset("s3://easel/mom")
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    for name, value in (("AWS_ACCESS_KEY_ID", "x"), ("AWS_SECRET_ACCESS_KEY", "x"), ("AWS_MAX_ATTEMPTS", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"^s3://easel/mom cannot be read: nothing listens at http://127.0.0.1:9\. "):
+        read_dataset("s3://easel/mom")
 
 
 def answer(code: str, status: int) -> Exception:
@@ -168,7 +162,7 @@ def answer(code: str, status: int) -> Exception:
 )
 def test_what_may_pass_is_waited_for_and_the_rest_refused(error, at_a_start, in_a_run):
     """A name that does not resolve is a typing error at a start; in a run that has read before it may be back."""
-    assert (may_pass(error), is_passing(error)) == (at_a_start, in_a_run)
+    assert (is_temporary(error), is_retryable(error)) == (at_a_start, in_a_run)
     wrapped = RuntimeError("of a library")
     wrapped.__cause__ = error
-    assert may_pass(wrapped) is at_a_start
+    assert is_temporary(wrapped) is at_a_start

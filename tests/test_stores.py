@@ -1,20 +1,23 @@
-"""stages/stores.py: an SFTP server's threads and silences, an S3 client's threads; S3's faults are in tests/store."""
+"""mds/stores.py: an SFTP server's threads and silences, an S3 client's threads; S3's faults are in tests/store."""
 
 from __future__ import annotations
 
+import contextlib
 import http.server
-import multiprocessing
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from conftest import in_child
 from paramiko import SSHException
 
-from prepare.places import open_place
-from stages.stores import BriefS3Downloader, client_of
+from mds import stores
+from mds.stores import S3Client, build_client
+from prepare.addresses import open_address
 from tests.store.extras import Skipped, sftp_server
 from tests.store.server import end, free_ports, start_relay
 
@@ -25,8 +28,7 @@ LIMIT_SEC = 60.0
 def sftp(tmp_path, monkeypatch):
     """Address of a folder with eight files, on a real OpenSSH server."""
     home = tmp_path / "sshd"
-    home.mkdir()
-    (home / "files").mkdir()
+    (home / "files").mkdir(parents=True)
     for number in range(8):
         (home / "files" / str(number)).write_bytes(bytes([number]) * 100_000)
     try:
@@ -38,26 +40,28 @@ def sftp(tmp_path, monkeypatch):
         pytest.skip(str(reason))
 
 
-def test_threads_that_ask_at_once_share_one_connection_when_it_stands(sftp, tmp_path):
-    """Streaming's client gives a connection away while it is being made: both threads then wait for ever."""
-    client, together, failed = client_of(sftp), threading.Barrier(8), []
-
-    def get(number: int) -> None:
-        together.wait(LIMIT_SEC)
-        try:
-            client.download(f"{sftp}/{number}", str(tmp_path / str(number)), 20.0)
-        except Exception as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=get, args=(number,), daemon=True) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + LIMIT_SEC
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    assert not failed and not any(thread.is_alive() for thread in threads)
+def test_threads_that_download_at_once_share_one_sftp_connection(sftp, tmp_path):
+    """Streaming's client hands a connection out while it is being made: both threads then wait forever."""
+    client = build_client(sftp)
+    assert download_at_once(client, sftp, tmp_path) == []
     assert [(tmp_path / str(number)).read_bytes() for number in range(8)] == [bytes([n]) * 100_000 for n in range(8)]
     client.clean_up()
+
+
+@pytest.fixture
+def serve_s3(monkeypatch):
+    """Start a server with this handler, as S3_ENDPOINT_URL."""
+    with contextlib.ExitStack() as stack:
+
+        def serve(handler: type) -> None:
+            server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            stack.callback(server.shutdown)
+            monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                monkeypatch.setenv(name, "testing")
+
+        yield serve
 
 
 class Objects(http.server.BaseHTTPRequestHandler):
@@ -87,34 +91,11 @@ class Objects(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_threads_download_with_one_s3_client_and_the_failure_of_one_ends_no_other(tmp_path, monkeypatch):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Objects)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "x")
-    client, together, made, failed = client_of("s3://bucket"), threading.Barrier(8), [], []
-    create = client._create_s3_client
-    monkeypatch.setattr(client, "_create_s3_client", lambda *given: made.append(1) or create(*given))
-
-    def get(number: int) -> None:
-        together.wait(LIMIT_SEC)
-        try:
-            client.download(f"s3://bucket/{number}", str(tmp_path / str(number)), 20.0)
-        except Exception as error:
-            failed.append((number, str(error)))
-            client.clean_up()  # as `fetch` does
-
-    threads = [threading.Thread(target=get, args=(number,), daemon=True) for number in range(8)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT_SEC)
-    finally:
-        server.shutdown()
-        server.server_close()
-    [(number, text)] = failed
+def test_threads_download_with_one_s3_client_and_the_failure_of_one_ends_no_other(serve_s3, tmp_path, monkeypatch):
+    serve_s3(Objects)
+    made, create = [], stores.s3_client
+    monkeypatch.setattr(stores, "s3_client", lambda *args, **more: made.append(1) or create(*args, **more))
+    [(number, text)] = download_at_once(build_client("s3://bucket"), "s3://bucket", tmp_path)
     assert number == 3 and "404" in text and len(made) <= 2  # the second one: for who came after the failure
     rest = [number for number in range(8) if number != 3]
     assert [(tmp_path / str(number)).read_bytes() for number in rest] == [bytes([n]) * 300_000 for n in rest]
@@ -128,7 +109,7 @@ def test_a_server_that_falls_silent_is_left_after_the_limit(sftp, tmp_path, monk
     hosts = tmp_path / "sshd" / "known_hosts"
     hosts.write_text(hosts.read_text() + hosts.read_text().replace(port, str(behind)))
     through, relay = sftp.replace(port, str(behind), 1), start_relay(behind, int(port))
-    client = client_of(through)
+    client = build_client(through)
     try:
         client.download(f"{through}/0", str(tmp_path / "0"), 5.0)
         os.kill(relay.pid, signal.SIGSTOP)
@@ -152,7 +133,7 @@ def test_a_session_that_never_begins_is_left_after_the_limit(tmp_path, monkeypat
         with sftp_server(tmp_path, serve="sleep 60") as (address, variables):
             for name, value in variables.items():
                 monkeypatch.setenv(name, value)
-            client = client_of(address)
+            client = build_client(address)
             with pytest.raises((EOFError, OSError, SSHException)):
                 client.download(f"{address}{tmp_path}/sshd.conf", str(tmp_path / "copy"), 5.0)
             client.clean_up()
@@ -169,54 +150,58 @@ EMPTY = (
 
 
 @pytest.fixture
-def keeps_alive(monkeypatch):
-    """A server that keeps connections, as stores do and moto does not; yields what it has been asked through: ports."""
-    asked: list[int] = []
+def keeps_alive(serve_s3):
+    """A server that keeps connections, as stores do and moto does not; returns the client's ports of its requests."""
+    ports: list[int] = []
 
-    class Answer(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            asked.append(self.client_address[1])
+    class Answer(Objects):
+        def answer(self, with_body: bool) -> None:
+            ports.append(self.client_address[1])
             self.send_response(200)
-            self.send_header("Content-Length", str(len(EMPTY)))
+            self.send_header("Content-Length", str(len(EMPTY) if with_body else 0))
             self.end_headers()
-            self.wfile.write(EMPTY)
+            self.wfile.write(EMPTY if with_body else b"")
 
-        def do_HEAD(self) -> None:
-            asked.append(self.client_address[1])
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *said: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(name, "testing")
-        yield asked
-        server.shutdown()
+    serve_s3(Answer)
+    return ports
 
 
-def in_a_fork(work) -> None:
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
+@pytest.mark.parametrize("kind", ["address", "download"])
+def test_a_forked_worker_opens_a_separate_connection(keeps_alive, kind):
+    """Through its parent's it would read the answers to another worker: an object would be missing, or another."""
+    address, client = open_address("s3://bucket/stage"), S3Client()
+    request = address.list_files if kind == "address" else lambda: client.list_objects("s3://bucket/stage", 10.0)
 
+    def ask() -> int:
+        request()
+        return 0
 
-@pytest.mark.parametrize("kind", ["place", "download"])
-def test_a_forked_worker_asks_through_a_connection_of_its_own(keeps_alive, kind):
-    """Through its parent's it would read the answers that are another worker's: an object would be missing, or another."""
-    place, client = open_place("s3://bucket/stage"), BriefS3Downloader()
-    asks = {"place": place.names, "download": lambda: client.list_objects("s3://bucket/stage", 10.0)}[kind]
-    asks()
-    asks()
+    request()
+    request()
     assert len(set(keeps_alive)) == 1  # the connection is kept
     for _ in range(2):
-        in_a_fork(asks)
-    asks()
+        assert in_child(ask, 60) == 0
+    request()
     assert len(set(keeps_alive)) == 3 and keeps_alive[-1] == keeps_alive[0]
+
+
+def download_at_once(client, address: str, out: Path) -> list[tuple[int, str]]:
+    """Download eight objects in eight threads with one client; return what failed. As `fetch` does, clean up after that."""
+    together, failed = threading.Barrier(8), []
+
+    def get(number: int) -> None:
+        together.wait(LIMIT_SEC)
+        try:
+            client.download(f"{address}/{number}", str(out / str(number)), 20.0)
+        except Exception as error:
+            failed.append((number, str(error)))
+            client.clean_up()
+
+    threads = [threading.Thread(target=get, args=(number,), daemon=True) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + LIMIT_SEC
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads)
+    return failed

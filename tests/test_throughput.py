@@ -8,9 +8,9 @@ from composer import State
 from composer.devices import DeviceCPU
 
 from callbacks import throughput as module
-from callbacks.throughput import MeasureConfig, Throughput, most_often_slowest, peak_tflops, slowest_rank
+from callbacks.throughput import MeasureConfig, Throughput, find_most_often_slowest, find_slowest_rank, peak_tflops
 from training import health
-from training.health import OwnClocks
+from training.health import RankTiming
 
 
 class Clock:
@@ -61,19 +61,18 @@ class Run:
 
 def test_each_second_goes_to_one_clock_and_only_train_feeds_images_per_sec(monkeypatch):
     run = Run(monkeypatch, window_batches=2, warmup_batches=0)
-    run.event("epoch_start")
+    run.event("epoch_start", 7.0)  # the start of the loader's workers: waiting for data
     run.batch(train=1.0, wait=0.5, evaluate=30.0, other=2.0)
     run.batch(train=3.0, wait=0.5)
     [window] = run.callback.windows
-    assert (window["train_sec"], window["data_wait_sec"]) == (4.0, 1.0)
+    assert (window["train_sec"], window["data_wait_sec"]) == (4.0, 8.0)
     assert (window["eval_sec"], window["other_sec"]) == (30.0, 2.0)
-    assert window["images_per_sec"] == 16 / 4.0
-    assert window["images_per_sec_wall"] == 16 / 37.0
-    assert window["data_wait_frac"] == 1.0 / 5.0
+    assert (window["images_per_sec"], window["images_per_sec_wall"]) == (16 / 4.0, 16 / 44.0)
+    assert window["data_wait_frac"] == 8.0 / 12.0
 
 
-def test_the_wall_figure_is_all_images_over_all_that_the_clocks_have_from_warm_up_to_the_last_checkpoint(monkeypatch):
-    """One long evaluation among many windows: in the median over windows it was nowhere."""
+def test_the_wall_figure_is_all_images_over_all_time_from_warm_up_to_the_last_checkpoint(monkeypatch):
+    """One long evaluation among many windows: the median over windows would not show it."""
     run = Run(monkeypatch, window_batches=2, warmup_batches=2)
     run.clock.now += 4.0  # an evaluation that was owed, at FIT_START
     for number in range(20):
@@ -88,9 +87,9 @@ def test_the_wall_figure_is_all_images_over_all_that_the_clocks_have_from_warm_u
 
 
 @pytest.mark.parametrize("earlier_sec", [100.0, None])
-def test_what_earlier_starts_took_and_what_a_restart_costs_is_in_the_wall_figure(monkeypatch, earlier_sec):
+def test_the_wall_figure_includes_earlier_starts_and_the_cost_of_a_restart(monkeypatch, earlier_sec):
     run = Run(monkeypatch, window_batches=2, warmup_batches=0)
-    run.callback.go_on(24, earlier_sec=earlier_sec, setup_sec=30.0)
+    run.callback.resume_clocks(24, earlier_sec=earlier_sec, setup_sec=30.0)
     run.clock.now += 9.0  # the rest of building
     run.resume(batch=3)
     for _ in range(4):
@@ -101,38 +100,17 @@ def test_what_earlier_starts_took_and_what_a_restart_costs_is_in_the_wall_figure
 
 
 def test_after_a_resume_windows_end_where_they_would_have_ended(monkeypatch):
-    whole = Run(monkeypatch, window_batches=3, warmup_batches=4)
-    for _ in range(20):
-        whole.batch(train=1.0)
-    edges = [window["batch"] for window in whole.callback.windows]
-    assert edges == [3, 4, 7, 10, 13, 16, 19]
-    for stopped_at in range(20):
+    edges = [3, 4, 7, 10, 13, 16, 19]
+    for first in range(20):
         run = Run(monkeypatch, window_batches=3, warmup_batches=4)
-        run.resume(batch=stopped_at)
-        for _ in range(20 - stopped_at):
+        run.resume(batch=first)
+        for _ in range(20 - first):
             run.batch(train=1.0)
         windows = run.callback.windows
-        assert [window["batch"] for window in windows] == [edge for edge in edges if edge > stopped_at]
-        # A window with one of the start's first batches in it is none that was measured.
-        begins = [stopped_at, *edges]
-        assert [w["warmup"] for w in windows] == [
-            max(b for b in begins if b < w["batch"]) < stopped_at + 4 for w in windows
-        ]
-
-
-def test_a_window_that_the_end_of_training_closed_says_so(monkeypatch):
-    run = Run(monkeypatch, window_batches=2, warmup_batches=0)
-    for _ in range(3):
-        run.batch(train=1.0)
-    run.finish()
-    assert [window["unfinished"] for window in run.callback.windows] == [False, True]
-
-
-def test_the_start_of_the_loaders_workers_is_waiting_for_data(monkeypatch):
-    run = Run(monkeypatch, window_batches=1, warmup_batches=0)
-    run.event("epoch_start", 7.0)
-    run.batch(train=1.0)
-    assert run.callback.windows[0]["data_wait_sec"] == 7.0
+        assert [window["batch"] for window in windows] == [edge for edge in edges if edge > first]
+        # A window with one of the start's first batches is not measured.
+        begins = [first, *edges]
+        assert [w["warmup"] for w in windows] == [max(b for b in begins if b < w["batch"]) < first + 4 for w in windows]
 
 
 def test_warmup_batches_are_counted_and_belong_to_no_measured_window(monkeypatch):
@@ -161,7 +139,10 @@ def test_a_last_partial_window_counts_only_where_there_is_no_whole_one(monkeypat
     for seconds in (1.0, 1.0, 100.0):
         run.batch(train=seconds)
     assert run.finish()["images_per_sec"] == 8.0
-    assert [window["window_batches"] for window in run.callback.windows] == [2, 1]
+    assert [(window["window_batches"], window["unfinished"]) for window in run.callback.windows] == [
+        (2, False),
+        (1, True),
+    ]
 
     short = Run(monkeypatch, window_batches=10, warmup_batches=1)
     for seconds in (50.0, 2.0, 2.0):
@@ -178,58 +159,47 @@ def test_a_run_of_nothing_but_warmup_has_no_speed(monkeypatch):
     assert (result["batches"], result["warmup_batches"], result["windows"]) == (4, 4, 0)
 
 
-def test_peaks_are_those_of_the_data_sheets_and_unknown_devices_have_none():
-    assert peak_tflops("NVIDIA H200", "bf16") == 989.4
-    assert peak_tflops("NVIDIA H100 NVL", "bf16") == peak_tflops("NVIDIA H200 NVL", "bf16") == 835.5
-    assert peak_tflops("NVIDIA B300 SXM6 AC", "bf16") == 2250.0 and peak_tflops("NVIDIA GB300", "bf16") == 2500.0
-    assert peak_tflops("AMD Instinct MI325X", "bf16") == 1307.4 and peak_tflops("AMD Instinct MI355X", "tf32") is None
-    assert peak_tflops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None  # a seventh of the card: names match whole
-    assert peak_tflops("NVIDIA H100 PCIe", "bf16") == 756.4 and peak_tflops("NVIDIA H100 80GB HBM3", "tf32") == 494.7
-    assert peak_tflops("NVIDIA A100-SXM4-40GB", "fp32") == 19.5
-    assert peak_tflops("CPU x", "fp32") is None and peak_tflops("NVIDIA GeForce RTX 4090", "bf16") is None
+@pytest.mark.parametrize(
+    ("device", "precision", "peak"),
+    [
+        *(("NVIDIA H200", "bf16", 989.4), ("NVIDIA H100 NVL", "bf16", 835.5), ("NVIDIA H100 PCIe", "bf16", 756.4)),
+        *(
+            ("NVIDIA B300 SXM6 AC", "bf16", 2250.0),
+            ("NVIDIA GB300", "bf16", 2500.0),
+            ("AMD Instinct MI325X", "bf16", 1307.4),
+        ),
+        *(("NVIDIA H100 80GB HBM3", "tf32", 494.7), ("NVIDIA A100-SXM4-40GB", "fp32", 19.5)),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),  # a seventh of the card: names match whole
+        *(("CPU x", "fp32", None), ("NVIDIA GeForce RTX 4090", "bf16", None), ("AMD Instinct MI355X", "tf32", None)),
+    ],
+)
+def test_peaks_are_those_of_the_data_sheets_and_unknown_devices_have_none(device, precision, peak):
+    assert peak_tflops(device, precision) == peak
+    assert Throughput(MeasureConfig(), flops_per_image=1.0, peak=peak).peak == peak
+    assert Throughput(MeasureConfig(peak_tflops=5.0), flops_per_image=1.0, peak=peak).peak == 5.0
 
 
-def test_an_unknown_device_has_no_mfu_unless_its_peak_is_given():
-    assert Throughput(MeasureConfig(), flops_per_image=1.0, peak=None).peak is None
-    assert Throughput(MeasureConfig(peak_tflops=5.0), flops_per_image=1.0, peak=989.4).peak == 5.0
-
-
-@pytest.mark.parametrize("name", ["train", "data_wait", "eval", "other"])
-def test_every_clock_is_in_the_window(monkeypatch, name):
-    run = Run(monkeypatch, window_batches=1, warmup_batches=0)
-    run.batch(train=1.0)
-    assert f"{name}_sec" in run.callback.windows[0]
-
-
-def test_the_rank_that_took_longest_over_its_own_work_is_named():
-    of_ranks, hosts = [(4.0, 0.5), (9.0, 0.1), (4.2, 0.4)], ["a", "b", "b"]
-    assert slowest_rank(of_ranks, hosts) == {
+def test_the_rank_that_took_longest_over_its_own_work_is_named_and_over_a_run_the_one_that_did_most_often():
+    hosts = ["a", "b", "b"]
+    assert find_slowest_rank([(4.0, 0.5), (9.0, 0.1), (4.2, 0.4)], hosts) == {
         "slowest_rank": 1,
         "slowest_host": "b",
         "slowest_rank_sec": 9.1,
         "median_rank_sec": pytest.approx(4.6),
         "slowest_rank_in": "forward",
     }
-    waits = slowest_rank([(4.0, 0.1), (4.1, 0.1), (4.0, 3.0)], hosts)
+    waits = find_slowest_rank([(4.0, 0.1), (4.1, 0.1), (4.0, 3.0)], hosts)
     assert (waits["slowest_rank"], waits["slowest_rank_in"]) == (2, "data")
-    assert slowest_rank([(4.0, 0.1)], ["a"]) == {}
+    assert find_slowest_rank([(4.0, 0.1)], ["a"]) == find_most_often_slowest([]) == {}
+    windows = [find_slowest_rank([(4.0, 0.0), (own, 0.0), (4.0, 0.0)], hosts) for own in (8.0, 6.0, 1.0, 10.0)]
+    most = {"slowest_rank": 1, "slowest_host": "b", "slowest_rank_windows": 3, "slowest_rank_over_median": 2.0}
+    assert find_most_often_slowest([*windows, {"batch": 1}]) == most
 
 
-def test_a_run_names_the_rank_that_was_slowest_most_often():
-    windows = [slowest_rank([(4.0, 0.0), (own, 0.0), (4.0, 0.0)], ["a", "b", "c"]) for own in (8.0, 6.0, 1.0, 10.0)]
-    assert most_often_slowest([*windows, {"batch": 1}]) == {
-        "slowest_rank": 1,
-        "slowest_host": "b",
-        "slowest_rank_windows": 3,
-        "slowest_rank_over_median": 2.0,
-    }
-    assert most_often_slowest([]) == {}
-
-
-def test_own_clocks_are_read_once_a_window_and_leave_the_other_figures_as_they_are(monkeypatch):
+def test_rank_timing_is_read_once_a_window_and_changes_no_other_figure(monkeypatch):
     plain, with_own = (Run(monkeypatch, window_batches=2, warmup_batches=0) for _ in range(2))
     taken = []
-    with_own.callback.own_clocks = lambda: taken.append(1) or (1.0, 0.5)
+    with_own.callback.rank_timing = lambda: taken.append(1) or (1.0, 0.5)
     for run in (plain, with_own):
         monkeypatch.setattr(module.time, "perf_counter", run.clock)
         for _ in range(4):
@@ -242,7 +212,7 @@ def test_own_time_is_from_the_first_forward_to_the_last_backward_and_until_the_b
     monkeypatch.setattr(health.time, "perf_counter", clock)
     state = State(model=torch.nn.Linear(1, 1), rank_zero_seed=0, run_name="x", device=DeviceCPU())
     for has_own_forward, expected in ((True, (6.0, 0.5)), (False, (0.0, 0.5))):
-        own = OwnClocks(has_own_forward=has_own_forward)
+        own = RankTiming(has_own_forward=has_own_forward)
 
         def batch(own=own) -> None:
             own.before_dataloader(state, None)

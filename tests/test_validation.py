@@ -13,21 +13,21 @@ import pytest
 import torch
 from conftest import run
 from PIL import Image
-from streaming import StreamingDataset
+from streaming import MDSWriter, StreamingDataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoints import newest, same_training
 
 import benchmark
-from cli.command_line import parse_command_line
+from common.command_line import parse_command_line
 from config import load
-from data import open_stages
-from prepare import latents, shards
-from prepare.shapes import command
-from stages.dataset import read_stage, write_facts
-from stages.mixture import opened
-from training.run_config import RunConfig, build, resolve
-from training.validation import Validator, thousandths_of
-from zoo.sampling import prompt_generator
+from data import open_datasets
+from evaluation.validation import Validator, thousandths_of
+from families.sampling import prompt_generator
+from mds.dataset import read_dataset, write_metadata
+from mds.fetch import HASH
+from mds.mixture import resolve_streams
+from prepare import latents, shapes, shards
+from training.config import RunConfig, build, resolve
 
 NUM_HELD_OUT = 40
 OFF = ["validation.remote=null", "validation.every_images=null", "samples.every_images=null", "samples.prompts=null"]
@@ -35,7 +35,7 @@ OFF = ["validation.remote=null", "validation.every_images=null", "samples.every_
 
 def made(folder: Path, *words: str) -> Path:
     """Images and moments of pictures of the miniature's kind."""
-    assert command.main([str(folder / "tars"), *words]) == 0
+    assert shapes.main([str(folder / "tars"), *words]) == 0
     assert shards.main([str(folder / "tars"), str(folder / "images"), "shard_size=32kb"]) == 0
     own = ["model.family=shapes", "image_size=32", "shard_size=16kb"]
     assert latents.main([str(folder / "images"), str(folder / "moments"), *own]) == 0
@@ -91,13 +91,13 @@ def test_of_ten_samples_each_bin_has_one_and_of_a_thousand_each_time():
 @pytest.fixture(scope="module")
 def validator_of(miniature, held_out):
     config = resolve(load(RunConfig, parse_command_line(miniature.small(held_out, "x"), {}), check=lambda c: []))
-    model, stage = build(config).place(torch.device("cpu"), "fp32"), read_stage(str(held_out / "moments"))
+    model, stage = build(config).to_device(torch.device("cpu"), "fp32"), read_dataset(str(held_out / "moments"))
 
-    def validator(num: int, chunk: int, kind: str = "moments") -> Validator:
+    def validator(num: int, chunk: int, kind: str = "moments", folder: Path = held_out) -> Validator:
         data = config.validation.source(config.data, kind)
-        data = type(data)(stage=kind, remote=str(held_out / kind), workers=0)
-        given = opened(data.sources, data.read(), (32, 32))
-        dataset = open_stages(data, model.family, given, device_batch_size=chunk, seed=0)
+        data = type(data)(stage=kind, remote=str(folder / kind), workers=0)
+        given = resolve_streams(data.sources, data.read(), (32, 32))
+        dataset = open_datasets(data, model.family, given, device_batch_size=chunk, seed=0)
         return Validator(model, dataset, num_samples=num, chunk=chunk)
 
     assert stage.num_samples == NUM_HELD_OUT
@@ -143,24 +143,20 @@ def test_images_give_nearly_what_their_moments_do(validator_of):
     assert one == pytest.approx(two, rel=1e-3)
 
 
-def test_a_sample_that_cannot_be_used_is_said_once_and_counted(validator_of, capsys):
-    validator, good = validator_of(20, 8), validator_of(20, 8).measure()
-    stored = validator.dataset._read
-
-    def damaged(shard_id, rows, into, retry=7):
-        found = stored(shard_id, rows, into, retry)
-        if shard_id == 0 and 0 in rows:
-            into["moments"][rows.index(0)].view(np.float16)[:] = np.nan
-        return found
-
-    validator.dataset._read = damaged
+def test_an_unusable_sample_is_reported_once_and_counted(validator_of, held_out, tmp_path, capsys):
+    shard = read_dataset(str(held_out / "moments")).shards[0]
+    columns = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
+    arguments = dict(columns=columns, hashes=[HASH], size_limit=shard["size_limit"])
+    with MDSWriter(out=str(tmp_path / "moments"), **arguments) as writer:
+        for number, row in enumerate(StreamingDataset(local=str(held_out / "moments"), batch_size=1, shuffle=False)):
+            writer.write({**row, "moments": np.full_like(row["moments"], np.nan)} if number == 0 else row)
+    write_metadata(tmp_path / "moments", "moments", {})
+    validator, good = validator_of(20, 8, folder=tmp_path), validator_of(20, 8).measure()
     one, two = validator.measure(), validator.measure()
     assert one["val_loss"] == two["val_loss"] != good["val_loss"]
     assert (one["bad_samples"], good["bad_samples"]) == (1, 0)
-    why = "moments are not finite. The next good one of its shard takes its place."
-    lines = capsys.readouterr().err.splitlines()
-    said = [line for line in lines if line.startswith("validation:")]  # others may leave segments
-    assert said == [f"validation: sample 0 (000000000) cannot be used: {why}"]
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("validation: sample 0 (000000000) cannot be used: moments are not finite. The next good one")
 
 
 # --- in a run ---
@@ -205,8 +201,8 @@ def test_a_run_shows_losses_and_grids_in_tensorboard_and_its_training_is_that_of
 
 @pytest.mark.slow
 @pytest.mark.timeout(60, func_only=True)
-def test_a_resumed_run_does_no_point_again_and_has_the_same_losses(words_of, whole, tmp_path):
-    """It goes on from its third batch: the point of the second is kept, the one of the fourth is done anew."""
+def test_a_resumed_run_repeats_no_point_and_has_the_same_losses(words_of, whole, tmp_path):
+    """It resumes from its third batch: the point of the second is kept, that of the fourth is measured again."""
     shutil.copytree(whole / "whole", tmp_path / "again")
     for path in (tmp_path / "again" / "checkpoints").glob("full-ba000000000004*"):
         path.unlink()
@@ -221,7 +217,7 @@ def test_a_resumed_run_does_no_point_again_and_has_the_same_losses(words_of, who
 
 @pytest.mark.slow
 @pytest.mark.timeout(60, func_only=True)
-def test_a_signal_in_a_validation_ends_the_run_and_the_next_start_measures_it(
+def test_a_signal_in_a_validation_ends_the_run_and_the_next_start_repeats_it(
     words_of, whole, tmp_path, monkeypatch, capsys
 ):
     measured, calls, words = Validator._errors_of, [], words_of(tmp_path, "stopped", "save.every_images=320")
@@ -305,17 +301,17 @@ def test_a_stage_that_overlaps_training_is_refused(words_of, miniature, tmp_path
         (tmp_path / "part" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(training / name, tmp_path / "part" / name)
     (tmp_path / "part/index.json").write_text(json.dumps({**index, "shards": index["shards"][:4]}))
-    facts = read_stage(str(training)).facts
+    facts = read_dataset(str(training)).metadata
     kept = ("family", "preset", "variant", "image_size", "normalize", "resize", "encoders")
-    write_facts(tmp_path / "part", "moments", {key: facts[key] for key in kept})
+    write_metadata(tmp_path / "part", "moments", {key: facts[key] for key in kept})
     names = [shard["raw_data"]["basename"] for shard in index["shards"][:3]]
     assert refused(capsys, *words_of(tmp_path, "x", f"validation.remote={tmp_path / 'part'}")) == [
         f"validation.remote: {tmp_path / 'part'}: 4 of its 4 shards are trained on too ({training}): {', '.join(names)}, "
         f".... {OTHERS}"
     ]
     # Some of the samples, in shards of their own; here as images.
-    assert command.main([str(tmp_path / "tars"), "num_images=24"]) == 0
-    assert command.main([str(tmp_path / "others"), "num_images=30", "part=reference"]) == 0
+    assert shapes.main([str(tmp_path / "tars"), "num_images=24"]) == 0
+    assert shapes.main([str(tmp_path / "others"), "num_images=30", "part=reference"]) == 0
     assert shards.main([str(tmp_path / "others"), str(tmp_path / "tars"), str(tmp_path / "both")]) == 0
     assert refused(capsys, *words_of(tmp_path, "x", f"validation.remote={tmp_path / 'both'}")) == [
         f"validation.remote: 24 of 54 samples are trained on too ({training}): 000000000, 000000001, 000000002, .... {OTHERS}"
@@ -340,42 +336,6 @@ def test_where_the_training_stage_has_no_keys_a_line_says_so(words_of, miniature
     assert said in capsys.readouterr().err
 
 
-def test_keys_that_do_not_go_together_are_refused_all_at_once(words_of, miniature, tmp_path, capsys):
-    plain = words_of(tmp_path, "x", *OFF)
-    assert refused(capsys, *plain, "validation.every_images=8", "samples.prompts=a.txt") == [
-        "validation.remote: not given, but validation.every_images is. Give the held-out stage, or leave both out.",
-        "samples.every_images: not given, but samples.prompts is. Give the interval, or leave both out.",
-    ]
-    (tmp_path / "empty.txt").write_text("\n \n")
-    wrong = [
-        "validation.remote=/no/stage",
-        "validation.every_images=40",
-        "samples.every_images=8",
-        "eval.guidance=[1,2]",
-    ]
-    wrong += [f"samples.prompts={tmp_path}/empty.txt", "eval.samples=0", "eval.weights=ema", "ema.enabled=false"]
-    assert refused(capsys, *plain, *wrong, "ema.decay=null") == [
-        "validation.remote: no folder /no/stage. Check the path, or make the stage: python -m prepare.shards --help",
-        "samples.every_images: given, but eval.samples=0: no image would be drawn. Leave out one of the two.",
-        "eval.guidance: [1, 2]: a grid is drawn at one. Give one number.",
-        f"samples.prompts: {tmp_path}/empty.txt has no caption. Give one in each line.",
-        "eval.weights: ema, but the run keeps no EMA weights. Say ema.enabled=true (--use_ema), or eval.weights=training.",
-        "validation.every_images: 40, but max_duration=4ba is 32: nothing would be validated after the start. Lower it.",
-    ]
-    assert refused(capsys, *plain, "samples.every_images=8", "eval.prompts=null") == [
-        "samples.prompts: not given. Give a file with a caption in each line."
-    ]
-    plain += ["validation.every_images=8"]
-    synthetic = [*plain, f"validation.remote={miniature.moments}", "data.synthetic=true"]
-    assert refused(capsys, *synthetic) == [
-        "validation.remote: given, but data.synthetic=true: nothing is learned that could be validated. Leave it out."
-    ]
-    other = [*plain, f"validation.remote={miniature.moments}", f"validation.local={miniature.moments}"]
-    assert refused(capsys, *other) == [
-        f"validation.local: {miniature.moments} is validation.remote too. Leave it out: a folder is read in place."
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(60, func_only=True)
 def test_a_stage_made_for_another_run_is_refused(words_of, held_out, tmp_path, capsys):
@@ -385,3 +345,40 @@ def test_a_stage_made_for_another_run_is_refused(words_of, held_out, tmp_path, c
         f"validation.remote: does not fit this run: image_size: [32, 32], but the moments at {tmp_path / 'small'} were made "
         f"for [16, 16]. Use that value."
     ]
+
+
+def test_keys_that_do_not_go_together_are_refused_all_at_once(words_of, miniature, tmp_path, capsys):
+    plain = words_of(tmp_path, "x", *OFF)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    wrong = ["validation.remote=/no/stage", "validation.every_images=40", "samples.every_images=8"]
+    wrong += ["eval.guidance=[1,2]", f"samples.prompts={tmp_path}/empty.txt", "eval.samples=0", "eval.weights=ema"]
+    wrong += ["ema.enabled=false", "ema.decay=null"]
+    every, stage = "validation.every_images=8", f"validation.remote={miniature.moments}"
+    for words, texts in (
+        (
+            [every, "samples.prompts=a.txt"],
+            [
+                "validation.remote: not given, but validation.every_images is.",
+                "samples.every_images: not given, but samples.prompts is.",
+            ],
+        ),
+        (
+            wrong,
+            [
+                "validation.remote: no folder /no/stage. Check the path",
+                "samples.every_images: given, but eval.samples=0: no image would be drawn.",
+                "eval.guidance: [1, 2]: a grid is drawn at one.",
+                f"samples.prompts: {tmp_path}/empty.txt has no caption.",
+                "eval.weights: ema, but the run keeps no EMA weights.",
+                "validation.every_images: 40, but max_duration=4ba is 32: nothing would be validated after the start.",
+            ],
+        ),
+        (["samples.every_images=8", "eval.prompts=null"], ["samples.prompts: not given."]),
+        ([every, stage, "data.synthetic=true"], ["validation.remote: given, but data.synthetic=true: "]),
+        (
+            [every, stage, f"validation.local={miniature.moments}"],
+            [f"validation.local: {miniature.moments} is validation.remote too."],
+        ),
+    ):
+        lines = refused(capsys, *plain, *words)
+        assert len(lines) == len(texts) and all(map(str.startswith, lines, texts)), lines

@@ -13,15 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from families import load_family, pipeline_files
+from families.encoders import ModelConfig, model_problems
+from families.objectives import ObjectiveConfig
+from families.sampling import flow_times
 from model import LatentDiffusion, build_model
-from training import warm_start
-from weights.clip_vision import MEAN, STD, covering_size
-from weights.llama_text import PAD
-from weights.tensors import on_meta
-from zoo import load_family, tokenizer_files
-from zoo.model_config import ModelConfig, model_problems
-from zoo.objectives import ObjectiveConfig
-from zoo.sampling import flow_times
+from training import initial_weights
+from weights.encoder_networks import CLIP_MEAN, CLIP_STD, LLAMA_PAD, covering_size
+from weights.tensors import build_on_meta
 
 SIZE = (48, 32, 13)
 CAPTIONS = ["a red circle moves left", "", "café &amp; more"]
@@ -32,7 +31,7 @@ CPU = torch.device("cpu")
 def tiny(name: str, variant: str = "stock", **objective: Any) -> LatentDiffusion:
     config = ModelConfig(name, "tiny", variant, weights="random")
     model = build_model(config, ObjectiveConfig(**objective), size=SIZE, normalize="symmetric", seed=0)
-    return model.place(CPU, "fp32")
+    return model.to_device(CPU, "fp32")
 
 
 def noise_of(model: LatentDiffusion, num: int = 2) -> torch.Tensor:
@@ -135,60 +134,52 @@ def test_videos_of_hunyuan_video_are_those_of_diffusers_pipeline():
 
 
 @pytest.mark.parametrize("variant", ["t2v", "i2v"])
-def test_videos_of_wan_are_those_of_diffusers_pipelines(variant):
-    """Times to 1000, shifted once; of image to video the first frame's latents, their mask and CLIP's states."""
+def test_videos_of_wan_are_those_of_diffusers_pipelines(variant, tmp_path):
+    """Times to 1000, shifted once; text states; with i2v the first frame's latents, their mask and CLIP's states."""
     from diffusers import WanImageToVideoPipeline, WanPipeline
     from transformers import BatchFeature
 
     model, noise = tiny("wan", variant), noise_of(tiny("wan", variant), 1)
-    text, negative = (model.family.tokenize(captions) for captions in (CAPTIONS[:1], [""]))
-    states, empty = (model.family.encode_text(model.frozen, tokens)["text"] for tokens in (text, negative))
-    given: dict[str, Any] = dict(prompt_embeds=states, negative_prompt_embeds=empty, guidance_scale=5.0)
-    parts: dict[str, Any] = dict(
-        text_encoder=None,
-        tokenizer=None,
-        vae=model.frozen["vae"],
-        scheduler=scheduler_of(5.0 if variant == "t2v" else 3.0),
-    )
-    beside = None
+    scheduler = scheduler_of(5.0 if variant == "t2v" else 3.0)
+    parts: dict[str, Any] = dict(vae=model.frozen["vae"], scheduler=scheduler, **t5_of(model, tmp_path))
+    more: dict[str, Any] = dict(prompt=CAPTIONS[2:], negative_prompt="", max_sequence_length=model.family.num_tokens)
+    condition = None
     if variant == "t2v":
         pipeline: Any = WanPipeline(transformer=model.denoiser, **parts)
     else:
         first = torch.rand(1, 3, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
-        pictures = torch.cat([first[:, :, None], torch.rand(1, 3, 12, 32, 48)], dim=2)
-        beside = model.family.encode_beside(model.frozen, pictures)
+        videos = torch.cat([first[:, :, None], torch.rand(1, 3, 12, 32, 48)], dim=2)
+        condition = model.family.encode_image_columns(model.frozen, videos)
         own = model.frozen["clip"]
-        whole = with_more_layers(own.vision_model, 2)
-        pipeline = WanImageToVideoPipeline(
-            transformer=model.denoiser, image_encoder=whole, image_processor=None, **parts
-        )
+        parts |= dict(image_encoder=with_more_layers(own.vision_model, 2), image_processor=None)
+        pipeline = WanImageToVideoPipeline(transformer=model.denoiser, **parts)
         pipeline.image_processor = lambda images, return_tensors: BatchFeature(
-            {"pixel_values": own.prepared(images * 2 - 1)}
+            {"pixel_values": own.preprocess(images * 2 - 1)}
         )
-        given |= dict(image=(first + 1) / 2)
-    made = model.generate(text, noise, sampler="euler", steps=STEPS, guidance=5.0, beside=beside)
-    theirs = call(pipeline, model, noise, **given)
+        more |= dict(image=(first + 1) / 2)
+    text = model.family.tokenize(CAPTIONS[2:])
+    made = model.generate(text, noise, sampler="euler", steps=STEPS, guidance=5.0, image_condition=condition)
+    theirs = call(pipeline, model, noise, guidance_scale=5.0, **more)
     assert made.shape == theirs.shape == (1, 3, 13, 32, 48) and float((made - theirs).abs().max()) < 2e-5
 
 
 def test_image_to_video_is_not_drawn_without_a_picture():
     model = tiny("wan", "i2v")
-    with pytest.raises(ValueError, match="^wan draws what follows a picture: first_frame, image_states is not"):
+    with pytest.raises(ValueError, match="^wan starts a video from its first frame: first_frame, image_states is not"):
         model.generate(model.family.tokenize([""]), noise_of(model, 1), sampler="euler", steps=2, guidance=1.0)
 
 
-def test_the_shift_of_wan_is_that_of_its_authors_program():
+@pytest.mark.parametrize(
+    ("variant", "size", "shift"),
+    [
+        *(("i2v", (832, 480), 3.0), ("i2v", (480, 832), 3.0), ("i2v", (1280, 720), 5.0)),
+        *(("t2v", (832, 480), 5.0), ("t2v_1.3b", (832, 480), 5.0)),
+    ],
+)
+def test_the_shift_of_wan_is_that_of_its_authors_program(variant, size, shift):
     """generate.py: 5, but 3 for image to video of 832 x 480 px, either way round."""
-    for variant, size, shift in (
-        ("i2v", (832, 480), 3.0),
-        ("i2v", (480, 832), 3.0),
-        ("i2v", (1280, 720), 5.0),
-        ("t2v", (832, 480), 5.0),
-        ("t2v", (1280, 720), 5.0),
-        ("t2v_1.3b", (832, 480), 5.0),
-    ):
-        family = load_family("wan", "tiny", variant)
-        assert family.sampling_shift(family.latent_shape((*size, 81))) == shift
+    family = load_family("wan", "tiny", variant)
+    assert family.sampling_shift(family.latent_shape((*size, 81))) == shift
 
 
 def test_times_of_mochis_sampling_are_those_of_its_pipeline():
@@ -204,58 +195,41 @@ def test_times_of_mochis_sampling_are_those_of_its_pipeline():
 # --- training ---
 
 
-def test_a_step_of_mochi_trains_towards_data_with_its_times_backwards():
-    """genmo: x_t = (1 - t) data + t noise; the network is told 1000 (1 - t), and predicts data less noise."""
-    model = tiny("mochi", caption_dropout=0.0)
-    batch = {"moments": torch.randn(2, *model.family.columns("moments", SIZE)["moments"].shape)}
-    batch = model.draw({**batch, **model.family.tokenize(CAPTIONS[:2])}, torch.Generator().manual_seed(2))
-    outputs = model(batch)
-    mean, logvar = batch["moments"].chunk(2, dim=1)
-    of_vae = model.frozen["vae"].config
-    means, stds = (torch.tensor(v)[:, None, None, None] for v in (of_vae.latents_mean, of_vae.latents_std))
-    data = (mean + torch.exp(0.5 * logvar) * batch["posterior_noise"] - means) / stds
-    t = batch["times"][:, None, None, None, None]
-    states = model.family.encode_text(model.frozen, batch)
-    predicted = model.denoiser(
-        (1 - t) * data + t * batch["noise"],
-        encoder_hidden_states=states["text"],
-        timestep=1000 * (1 - batch["times"]),
-        encoder_attention_mask=states["mask"].bool(),
-    ).sample
-    torch.testing.assert_close(outputs["prediction"], -predicted, rtol=1e-5, atol=1e-5)
-    expected = torch.nn.functional.mse_loss(predicted, data - batch["noise"])
-    assert float(model.loss(outputs, batch).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-
-
 @pytest.mark.parametrize("source", ["videos", "moments", "stored text"])
-def test_of_a_dropped_caption_mochi_sees_no_token(source):
-    """Genmo's demos/fine_tuner/train.py zeroes its states and its mask, its end token's too; the gradient is the oracle."""
+def test_a_step_of_mochi_is_the_authors_and_sees_no_token_of_a_dropped_caption(source):
+    """genmo: x_t = (1 - t) data + t noise; the network is given 1000 (1 - t), and predicts data less noise.
+
+    Its demos/fine_tuner/train.py zeroes states and mask of a dropped caption, its end token's too.
+    """
     model, generator = tiny("mochi"), torch.Generator().manual_seed(3)
     videos = torch.randint(0, 256, (2, 3, 13, 32, 48), generator=generator, dtype=torch.uint8)
-    tokens, moments = model.family.tokenize(CAPTIONS[::2]), model.encode_pictures(videos)["moments"]
+    tokens, moments = model.family.tokenize(CAPTIONS[::2]), model.encode_images(videos)["moments"]
     states = model.family.encode_text(model.frozen, tokens)
     seen = {"videos": videos} if source == "videos" else {"moments": moments}
     batch = model.draw({**seen, **(states if source == "stored text" else tokens)}, generator)
     batch["caption_dropped"] = torch.tensor([True, False])
-    model.loss(model(batch), batch).backward()
+    loss = model.loss(model(batch), batch)
+    loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
 
-    data = model.family.sample_latents(moments, batch["posterior_noise"])
+    mean, logvar = moments.chunk(2, dim=1)
+    of_vae = model.frozen["vae"].config
+    means, stds = (torch.tensor(v)[:, None, None, None] for v in (of_vae.latents_mean, of_vae.latents_std))
+    data = (mean + torch.exp(0.5 * logvar) * batch["posterior_noise"] - means) / stds
     t, is_kept = batch["times"][:, None, None, None, None], ~batch["caption_dropped"]
-    predicted = (
-        with_diffusers_attention(model)
-        .denoiser(
-            (1 - t) * data + t * batch["noise"],
-            encoder_hidden_states=states["text"] * is_kept[:, None, None],
-            timestep=1000 * (1 - batch["times"]),
-            encoder_attention_mask=states["mask"].bool() & is_kept[:, None],
-        )
-        .sample
-    )
-    torch.nn.functional.mse_loss(predicted, data - batch["noise"]).backward()
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
+    theirs = with_diffusers_attention(model).denoiser
+    predicted = theirs(
+        (1 - t) * data + t * batch["noise"],
+        encoder_hidden_states=states["text"] * is_kept[:, None, None],
+        timestep=1000 * (1 - batch["times"]),
+        encoder_attention_mask=states["mask"].bool() & is_kept[:, None],
+    ).sample
+    expected = torch.nn.functional.mse_loss(predicted, data - batch["noise"])
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
+    of_theirs = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(gradients, of_theirs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "variant"), [("mochi", "stock"), ("hunyuan_video", "stock"), ("wan", "i2v")])
@@ -266,7 +240,7 @@ def test_latents_of_a_video_go_back_to_what_the_autoencoder_decodes(name, varian
     videos = torch.rand(1, 3, SIZE[2], SIZE[1], SIZE[0], generator=torch.Generator().manual_seed(0)) * 2 - 1
     with torch.no_grad():
         posterior = vae.encode(videos).latent_dist
-        moments = model.encode_pictures(((videos + 1) * 127.5).round().to(torch.uint8))["moments"]
+        moments = model.encode_images(((videos + 1) * 127.5).round().to(torch.uint8))["moments"]
         assert moments.shape[1:] == family.columns("moments", SIZE)["moments"].shape
         latents = family.sample_latents(posterior.parameters, torch.zeros_like(posterior.mean))
         scale = getattr(vae.config, "scaling_factor", 1.0)
@@ -281,43 +255,7 @@ def test_latents_of_a_video_go_back_to_what_the_autoencoder_decodes(name, varian
         torch.testing.assert_close(decoded, vae.decode(posterior.mean).sample, rtol=1e-4, atol=1e-5)
 
 
-def test_masked_attention_of_mochi_is_diffusers_own_where_a_caption_has_words():
-    from diffusers.models.attention_processor import MochiAttnProcessor2_0
-
-    model = tiny("mochi")
-    attention = model.denoiser.transformer_blocks[0].attn1
-    generator = torch.Generator().manual_seed(0)
-    video, text = (torch.randn(3, length, width, generator=generator) for length, width in ((24, 32), (10, 16)))
-    mask = torch.arange(10) < torch.tensor([10, 4, 1])[:, None]
-    angles = torch.randn(24, 2, 8, generator=generator)
-    given = dict(encoder_hidden_states=text, attention_mask=mask, image_rotary_emb=(angles.cos(), angles.sin()))
-    ours = attention(video, **given)
-    attention.processor = MochiAttnProcessor2_0()
-    theirs = attention(video, **given)
-    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ours[1][mask], theirs[1][mask], rtol=1e-5, atol=1e-6)
-
-
 # --- captions and first frames ---
-
-
-@pytest.mark.parametrize("name", ["mochi", "wan"])
-def test_states_of_captions_are_those_of_the_pipelines(name, tmp_path):
-    """Their own tokenizer and classes around the same weights: padding is not seen, nor, with Wan, kept."""
-    from diffusers import MochiPipeline, WanPipeline
-
-    model = tiny(name, "t2v" if name == "wan" else "stock")
-    parts: dict[str, Any] = dict(vae=None, transformer=None, scheduler=None, **t5_of(model, tmp_path))
-    ways = dict(max_sequence_length=model.family.num_tokens, device=CPU)
-    with torch.no_grad():
-        ours = model.family.encode_text(model.frozen, model.family.tokenize(CAPTIONS))
-        if name == "wan":
-            expected = WanPipeline(**parts)._get_t5_prompt_embeds(CAPTIONS, **ways)
-        else:
-            expected, mask = MochiPipeline(**parts)._get_t5_prompt_embeds(CAPTIONS, **ways)
-            mask[1] = False  # that of the empty one, see test_videos_of_mochi_are_those_of_diffusers_pipeline
-            assert torch.equal(ours["mask"].bool(), mask)
-    torch.testing.assert_close(ours["text"], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_states_of_llama_are_those_of_the_pipeline_two_layers_before_the_last():
@@ -325,7 +263,7 @@ def test_states_of_llama_are_those_of_the_pipeline_two_layers_before_the_last():
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
     from transformers import LlamaModel
 
-    from zoo.hunyuan_video import TEMPLATE, TEMPLATE_TOKENS
+    from families.hunyuan_video import TEMPLATE, TEMPLATE_TOKENS
 
     assert {"template": TEMPLATE, "crop_start": TEMPLATE_TOKENS} == DEFAULT_PROMPT_TEMPLATE
     model = tiny("hunyuan_video")
@@ -341,7 +279,9 @@ def test_states_of_llama_are_those_of_the_pipeline_two_layers_before_the_last():
     def tokenizer(prompts, **ways):
         assert prompts[0] == TEMPLATE.replace("{}", CAPTIONS[0]) and ways["max_length"] == 351
         ids = tokens["llama_tokens"]
-        return SimpleNamespace(input_ids=torch.where(ids == PAD, 7, ids), attention_mask=(ids != PAD).long())
+        return SimpleNamespace(
+            input_ids=torch.where(ids == LLAMA_PAD, 7, ids), attention_mask=(ids != LLAMA_PAD).long()
+        )
 
     parts: dict[str, Any] = dict.fromkeys(("transformer", "vae", "scheduler", "text_encoder_2", "tokenizer_2"))
     pipeline = HunyuanVideoPipeline(text_encoder=theirs, tokenizer=None, **parts)
@@ -364,12 +304,14 @@ def test_states_of_a_first_frame_are_those_of_clip_before_its_last_layer():
     waves = torch.linspace(0, 6, 48)[None, :] + torch.linspace(0, 4, 32)[:, None] + torch.arange(3.0)[:, None, None]
     pixels = (waves.sin() * 100 + 128).to(torch.uint8)[None]  # smooth: beyond white and black each pass is cut off
     picture = Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
-    processor = CLIPImageProcessor(size={"shortest_edge": side}, crop_size=side, image_mean=MEAN, image_std=STD)
+    processor = CLIPImageProcessor(
+        size={"shortest_edge": side}, crop_size=side, image_mean=CLIP_MEAN, image_std=CLIP_STD
+    )
     given = processor(picture, return_tensors="pt")["pixel_values"]
-    prepared = own.prepared(pixels.float() / 127.5 - 1)
-    # It rounds the resized picture to bytes, twice: along each side.
+    prepared = own.preprocess(pixels.float() / 127.5 - 1)
+    # It rounds the resized image to bytes, twice: along each side.
     assert prepared.shape == given.shape == (1, 3, 28, 28) and float((prepared - given).abs().max()) < 1.5 / 255 / min(
-        STD
+        CLIP_STD
     )
     with torch.no_grad():
         expected = theirs(pixel_values=given, output_hidden_states=True).hidden_states[-2]
@@ -405,11 +347,11 @@ def published(name: str, folder: Path, *, has_prefix: bool = False) -> tuple[Lat
     model.denoiser.save_pretrained(folder / "transformer")
     frozen["vae"].save_pretrained(folder / "vae")
     if name == "hunyuan_video":
-        with_more_layers(frozen["llama"]._whole[0], 4).save_pretrained(folder / "text_encoder")
+        with_more_layers(frozen["llama"]._model[0], 4).save_pretrained(folder / "text_encoder")
         text = CLIPTextModel(frozen["text"].config)
         text.load_state_dict({n.removeprefix("text_model."): t for n, t in frozen["text"].state_dict().items()})
         save_clip(text, folder / "text_encoder_2", "text_model." if has_prefix else "")
-        tokenizer_files.save_clip(folder / "tokenizer_2", tokenizer_files.CLIP_END)
+        pipeline_files.save_clip_tokenizer(folder / "tokenizer_2", pipeline_files.CLIP_END_TEXT)
         words = Tokenizer(models.WordLevel({"<unk>": 0, "red": 5, "circle": 6, "user": 7}, unk_token="<unk>"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()
         (folder / "tokenizer").mkdir()
@@ -444,11 +386,11 @@ def test_encoders_and_denoiser_are_read_from_a_folder_as_it_is_published(name, h
     """Layers that nobody reads are left out; another variant's denoiser, or a folder without a part, is refused by name."""
     model, folder = published(name, tmp_path, has_prefix=has_prefix)
     config = ModelConfig(name, "tiny", "i2v" if name == "wan" else "stock", weights=str(folder), denoiser=str(folder))
-    assert [problem.text for problem in model_problems(config, SIZE, encoders_wanted=True)] == []
-    assert warm_start.problems(config, "flow") == []
+    assert [problem.text for problem in model_problems(config, SIZE, needs_encoders=True)] == []
+    assert initial_weights.problems(config, "flow") == []
     torch.manual_seed(5)
     read = build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=5)
-    warm_start.load(read, str(folder), "ema")
+    initial_weights.load(read, str(folder), "ema")
     for part, module in read.frozen.items():
         own = model.frozen[part].state_dict()
         assert module.state_dict().keys() == own.keys()
@@ -456,12 +398,12 @@ def test_encoders_and_denoiser_are_read_from_a_folder_as_it_is_published(name, h
     assert all(torch.equal(t, model.denoiser.state_dict()[n]) for n, t in read.denoiser.state_dict().items())
     if name == "hunyuan_video":
         tokens = read.family.tokenize(["red circle"])["llama_tokens"]
-        assert tokens[0, :4].tolist() != [PAD] * 4 and tokens[0][tokens[0] != PAD].tolist()[-9:-7] != [5, 6]
+        assert tokens[0, :4].tolist() != [LLAMA_PAD] * 4 and tokens[0][tokens[0] != LLAMA_PAD].tolist()[-9:-7] != [5, 6]
     if name == "wan":
         other = ModelConfig(name, "tiny", "t2v", weights="random", denoiser=str(folder))
-        assert warm_start.problems(other, "flow") != []
+        assert initial_weights.problems(other, "flow") != []
     shutil.rmtree(folder / "tokenizer")
-    [said] = [problem.text for problem in model_problems(config, SIZE, encoders_wanted=True)]
+    [said] = [problem.text for problem in model_problems(config, SIZE, needs_encoders=True)]
     assert said.startswith("model.weights: tokenizer: ") and "Copy the whole diffusers folder" in said
 
 
@@ -484,8 +426,8 @@ def test_full_networks_have_the_numbers_of_parameters_that_their_authors_name(na
 
     family = load_family(name, "full", variant)
     denoiser, encoders = BILLIONS[name, variant]
-    assert billions(on_meta(family.build_denoiser)) == denoiser
-    assert {part: billions(module) for part, module in on_meta(family.build_encoders).items()} == encoders
+    assert billions(build_on_meta(family.build_denoiser)) == denoiser
+    assert {part: billions(module) for part, module in build_on_meta(family.build_encoders).items()} == encoders
 
 
 @pytest.mark.parametrize(

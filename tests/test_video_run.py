@@ -1,4 +1,4 @@
-"""A folder of films through prepare.shards and prepare.latents to runs on two ranks, killed and gone on with."""
+"""A folder of videos through prepare.shards and prepare.latents to runs on two ranks, killed and resumed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import run, started
-from films import film
+from numbered_videos import film
 from test_checkpoints import newest, same_training
 from test_resume import composer, kill_after
 
@@ -20,7 +20,7 @@ EVERY_BATCH = ["global_batch_size=4", "measure.window_batches=1", "measure.warmu
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory) -> Path:
-    """24 films and three that cannot be used, as the commands make stages of them."""
+    """Datasets of 24 videos and three unusable ones, as the commands make them."""
     folder = tmp_path_factory.mktemp("run")
     for part in ("trained", "held_out"):
         films = folder / f"{part}-films"
@@ -43,7 +43,7 @@ def stages(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("stage", ["videos", "moments"])
 @pytest.mark.timeout(400, func_only=True)
-def test_two_ranks_that_train_on_films_are_killed_and_go_on_bit_for_bit(stages, tmp_path, stage):
+def test_two_ranks_that_train_on_videos_are_killed_and_resume_bit_for_bit(stages, tmp_path, stage):
     data = {
         "videos": [f"data.remote={stages / 'trained'}", "data.fps=8", "data.flip=true", "data.crop=random"],
         "moments": [f"data.remote={stages / 'moments'}"],
@@ -53,11 +53,8 @@ def test_two_ranks_that_train_on_films_are_killed_and_go_on_bit_for_bit(stages, 
     prompts.write_text("a red circle moves\na blue one\nnothing moves\n")
 
     def words(name: str) -> list[str]:
-        validation = [
-            f"validation.remote={stages / 'held_out'}",
-            "validation.num_samples=10",
-            "validation.every_images=16",
-        ]
+        validation = [f"validation.remote={stages / 'held_out'}", "validation.num_samples=10"]
+        validation += ["validation.every_images=16"]
         own = [f"run_folder={tmp_path}", f"run_name={name}", f"data.local={tmp_path}/cache_{name}", "data.workers=1"]
         drawn = [f"samples.prompts={prompts}", "samples.every_images=16", "eval.samples=3", "eval.steps=2"]
         more = [*drawn, "max_duration=8ba", "save.keep=99", "loggers.progress_bar=false", f"data.stage={stage}"]
@@ -75,8 +72,7 @@ def test_two_ranks_that_train_on_films_are_killed_and_go_on_bit_for_bit(stages, 
     assert [line["val_loss"] for line in lines if "val_loss" in line] != []
     samples = {name: tmp_path / name / "samples" for name in ("whole", "part")}
     names = sorted(path.relative_to(samples["whole"]).as_posix() for path in samples["whole"].rglob("*.*"))
-    assert len(names) == 1 + 3 * (
-        2 + 3
-    )  # captions; after 0, 16 and 32 videos a picture, a film, and a file of each video
+    # Captions; after 0, 16 and 32 videos a grid, a GIF, and a file of each video.
+    assert len(names) == 1 + 3 * (2 + 3)
     for name in names:
         assert (samples["whole"] / name).read_bytes() == (samples["part"] / name).read_bytes(), name

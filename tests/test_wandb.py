@@ -38,17 +38,13 @@ def check_rows(sent: Run, folder) -> None:
     assert recorded and windows == pytest.approx([line["loss"] for line in recorded], rel=1e-6)
 
 
-def test_a_resumed_run_goes_on_at_the_server_under_its_id(tmp_path):
+def test_a_resumed_run_keeps_its_id_at_the_server(tmp_path):
     with WandbServer() as server:
         at = {"WANDB_BASE_URL": server.address, "WANDB_API_KEY": 8 * "12345"}
         run_id = begin_and_resume(tmp_path, "--wandb_name", "my-run", "loggers.wandb.tags=[a,b]", **at)
     [(name, sent)] = server.runs.items()
     assert (name, sent.asked) == (run_id, 2)
-    assert {key: sent.about[key] for key in ("project", "displayName", "tags")} == {
-        "project": "easel",
-        "displayName": "my-run",
-        "tags": ["a", "b"],
-    }
+    assert {"project": "easel", "displayName": "my-run", "tags": ["a", "b"]}.items() <= sent.about.items()
     check_rows(sent, tmp_path)
     about = json.loads(sent.files["wandb-metadata.json"])
     assert "max_duration=8ba" in about["args"] and "git" not in about

@@ -56,9 +56,8 @@ def offline(run: Path) -> Offline:
     found = Offline()
 
     def values(items: Any) -> dict[str, Any]:
-        return {
-            item.key or item.nested_key[0]: json.loads(item.value_json) for item in items
-        }  # a picture's parts: the last
+        # Of the parts of an image, the last.
+        return {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
 
     for record in records(path):
         kind = record.WhichOneof("record_type")

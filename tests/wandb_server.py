@@ -59,9 +59,8 @@ class WandbServer:
     def answer(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
         """Answer one GraphQL operation; an unknown one with nothing, as an older server of theirs does."""
         if operation == "Viewer":
-            return {
-                "viewer": {"id": "u", "entity": "team", "username": "someone", "flags": "{}", "teams": {"edges": []}}
-            }
+            viewer = {"id": "u", "entity": "team", "username": "someone", "flags": "{}", "teams": {"edges": []}}
+            return {"viewer": viewer}
         if operation == "RunResumeStatus":
             run = self.runs.get(given["name"])
             if run is None:
@@ -132,10 +131,10 @@ def _handler(server: WandbServer) -> type[BaseHTTPRequestHandler]:
             parts = self.path.strip("/").split("/")
             if parts == ["graphql"]:
                 sent = json.loads(self._body())
-                named = re.search(
-                    r"(?:query|mutation)\s+(\w+)", sent.get("query") or ""
-                )  # wandb-workspaces says it there alone
-                operation = sent.get("operationName") or (named[1] if named else "")
+                named = re.search(r"(?:query|mutation)\s+(\w+)", sent.get("query") or "")
+                operation = sent.get("operationName") or (
+                    named[1] if named else ""
+                )  # wandb-workspaces has the query alone
                 with server.lock:
                     self._say({"data": server.answer(operation, sent.get("variables") or {})})
             elif parts[-1] == "file_stream":  # files/ENTITY/PROJECT/RUN/file_stream

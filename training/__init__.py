@@ -1,5 +1,4 @@
-"""The parts of a run: its configuration, optimizer, speed, memory, checkpoints, resume, snapshots, loggers.
+"""The parts of a run: configuration, builders, optimizer, speed, memory, sharding, initial weights, start, loggers.
 
-benchmark.py, eval.py, preflight/, prepare/ and bench/ import this room. It imports model.py, data.py, callbacks/,
-evaluation/ and the rooms below them.
+benchmark.py, eval.py, preflight/, prepare/ and bench/ import this room. It imports every room below it.
 """

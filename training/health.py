@@ -5,7 +5,7 @@ RUN_FOLDER/RUN_NAME/stacks/rank0000N.txt    where each thread of a rank was, whe
 What each rank takes for itself, before it waits for the others, names the slowest one:
 
     forward    from the first microbatch's forward pass to the last one's backward pass, in which gradients are averaged
-    data       from the wish for a batch to its arrival at this rank, before it waits for the others to have theirs
+    data       from the request for a batch to its arrival at this rank, before it waits for the others to have theirs
 
 The clocks of callbacks/throughput.py are the same on all ranks up to a step's length: no rank gets on without the slowest.
 On a GPU a forward pass is timed by events in the device's queue, which are read at a window's edge, when it is empty anyway.
@@ -24,18 +24,17 @@ import torch
 from composer import Callback, Event, Logger, State
 from composer.utils import dist
 
-from callbacks.replicas import Replicas
-from cli import ranks
-from cli.limits import limited
-from cli.watching import Watch, dump_stacks
-from training import sharding
+from callbacks.replicas import ReplicaCheck
+from common.value_types import limited
+from ranks import collectives
+from ranks.watchdog import Watchdog, dump_stacks
+from training.sharding import is_sharded, ranks_per_copy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ema import EMA
     from model import LatentDiffusion
-    from training.run_config import RunConfig
 
 STACKS = "stacks"
 CHECKPOINTS = {Event.BATCH_CHECKPOINT.value, Event.EPOCH_CHECKPOINT.value, Event.FIT_END.value}
@@ -46,38 +45,37 @@ Moment = float | torch.cuda.Event
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Ranks that do not come, hang, are lost, or compute something else."""
+    """Ranks that are missing, hang, are lost, or compute something else."""
 
-    meet_sec: float = limited(600.0, 1.0, 1e6)
-    """Seconds that ranks wait for one another at the start."""
+    init_timeout_sec: float = limited(600.0, 1.0, 1e6)
+    """How long ranks wait for one another at the start."""
     stall_sec: float | None = limited(900.0, 1.0, 1e6)
-    """Seconds without progress in training after which the run ends on all ranks; a silent rank has 120 at most. null: no
-    limit."""
+    """The run ends after so long without progress; a silent rank: 120 at most. null: no limit."""
     digest_every_batches: int | None = limited(None, 1)
-    """Batches between two comparisons of all ranks' weights; a difference stops the run. null: never."""
+    """Batches between comparisons of all ranks' weights. null: never."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """A run's watch, begun, and what is measured and compared beside it. replicas: None where no weights are compared."""
+    """A run's watchdog, which has begun, its rank timing, and the comparison of weights, None if they are not compared."""
 
-    watch: Watch
-    own_clocks: OwnClocks
-    replicas: Replicas | None
+    watch: Watchdog
+    rank_timing: RankTiming
+    replicas: ReplicaCheck | None
 
-    def noting(self, all_ready: Callable[[bool], bool]) -> Callable[[bool], bool]:
-        """Return what stages.loader.Loader is given instead: it also notes that this rank is well, and has its batch."""
+    def watching(self, all_ready: Callable[[bool], bool]) -> Callable[[bool], bool]:
+        """Return what mds.loader.Loader is given instead: it also notes that this rank is well, and has its batch."""
 
         def noted(is_here: bool) -> bool:
-            self.watch.progress.tick()
+            self.watch.progress.mark_alive()
             if is_here:
-                self.own_clocks.has_arrived()
+                self.rank_timing.has_arrived()
             return all_ready(is_here)
 
         return noted
 
     def before_saving(self, settle: Callable[[], None]) -> Callable[[], None]:
-        """Return what training.checkpoints.Checkpointer calls before it saves: also the comparison of all weights."""
+        """Return what checkpointing.callback.Checkpointer calls before it saves: also the comparison of all weights."""
 
         def compared() -> None:
             settle()
@@ -88,37 +86,35 @@ class Health:
 
     def callbacks(self, folder: Path, clock: Callable[[], str]) -> list[Callback]:
         """Return the callbacks, which come first of all. `folder`: of the run; `clock`: returns which one runs."""
-        found: list[Callback] = [Heartbeat(self.watch, folder, clock), self.own_clocks]
-        return [*found, *([] if self.replicas is None else [self.replicas])]
+        callbacks: list[Callback] = [Heartbeat(self.watch, folder, clock), self.rank_timing]
+        return [*callbacks, *([] if self.replicas is None else [self.replicas])]
 
 
-def problems(config: RunConfig) -> list[tuple[str, str]]:
+def problems(config: HealthConfig, sharding: str) -> list[tuple[str, str]]:
     """(key, message) for weights that have no copy to be compared with."""
-    every = config.health.digest_every_batches
-    if every is None or not sharding.is_sharded(config):
+    every = config.digest_every_batches
+    if every is None or not is_sharded(sharding) or dist.get_world_size() > ranks_per_copy(sharding):
         return []
-    num = dist.get_world_size() // sharding.ranks_of_a_copy(config.sharding)
-    if num > 1:
-        return []
-    given = f"{every}, but sharding={config.sharding}: each rank has other parts of one copy of the weights"
-    return [("health.digest_every_batches", f"{given}. Leave it out, or say sharding=hybrid on several machines.")]
+    problem = f"{every}, but sharding={sharding}: each rank has other parts of one copy of the weights"
+    return [("health.digest_every_batches", f"{problem}. Leave it out, or say sharding=hybrid on several machines.")]
 
 
-def build_health(config: RunConfig, watch: Watch, model: LatentDiffusion, average: EMA | None) -> Health:
+def build_health(
+    config: HealthConfig, sharding: str, watch: Watchdog, model: LatentDiffusion, average: EMA | None
+) -> Health:
     """Build what looks after a run."""
-    is_shared = sharding.is_sharded(config)
 
-    def beside() -> dict[str, Tensor]:
-        found = {} if average is None else {f"ema.{name}": weight for name, weight in average.weights.items()}
+    def other_tensors() -> dict[str, Tensor]:
+        tensors = {} if average is None else {f"ema.{name}": weight for name, weight in average.weights.items()}
         for name, module in model.encoders.modules.items():
-            found |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
-        return found
+            tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
+        return tensors
 
-    every, replicas = config.health.digest_every_batches, None
+    every, replicas = config.digest_every_batches, None
     if every is not None and dist.get_world_size() > 1:
-        num = sharding.ranks_of_a_copy(config.sharding) if is_shared else 1
-        replicas = Replicas(model, every, ranks_of_a_copy=num, beside=beside)
-    return Health(watch, OwnClocks(has_own_forward=not is_shared), replicas)
+        num = ranks_per_copy(sharding) if is_sharded(sharding) else 1
+        replicas = ReplicaCheck(model, every, ranks_per_copy=num, extra_tensors=other_tensors)
+    return Health(watch, RankTiming(has_own_forward=not is_sharded(sharding)), replicas)
 
 
 # --- callbacks ---
@@ -133,7 +129,7 @@ class Heartbeat(Callback):
         clock: returns which of PHASES runs.
     """
 
-    def __init__(self, watch: Watch, folder: Path, clock: Callable[[], str]):
+    def __init__(self, watch: Watchdog, folder: Path, clock: Callable[[], str]):
         self.watch, self.folder, self.clock = watch, folder, clock
         self._event = ""
 
@@ -142,18 +138,18 @@ class Heartbeat(Callback):
         progress = self.watch.progress
         if event == Event.FIT_START:
             progress.phase = self._phase
-            ranks.before_leaving(self._keep_stacks)
+            collectives.call_before_exit(self._keep_stacks)
         progress.is_warm = progress.is_warm or event == Event.BATCH_END
         progress.mark(event.value.replace("_", " "), state.timestamp.batch.value)
         super().run_event(event, state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         progress = self.watch.progress
-        progress.is_warm, progress.is_over = False, True  # what is left may be long: checkpoint, pictures, loggers
+        progress.is_warm, progress.is_over = False, True  # what is left may be long: checkpoint, sample images, loggers
 
     def close(self, state: State, logger: Logger) -> None:
         progress = self.watch.progress
-        progress.phase, progress.doing = (lambda: "end"), "closed"
+        progress.phase, progress.event = (lambda: "end"), "closed"
 
     def _phase(self) -> str:
         clock = self.clock()
@@ -164,8 +160,8 @@ class Heartbeat(Callback):
             dump_stacks(self.folder / STACKS / f"rank{dist.get_global_rank():05d}.txt")
 
 
-class OwnClocks(Callback):
-    """Sums up a window's own times of this rank; `take` returns them and begins anew.
+class RankTiming(Callback):
+    """Sums up what this rank takes for itself in a window; `take` returns it and begins a new window.
 
     Args:
         has_own_forward: a forward pass needs no other rank.
@@ -180,7 +176,7 @@ class OwnClocks(Callback):
         self._last: Moment | None = None
 
     def has_arrived(self) -> None:
-        """Note that this rank's batch is here; the loader says so before it waits for the others."""
+        """Note that this rank has its batch; the loader calls it before it waits for the others."""
         if self._asked is not None:
             self._data_sec += time.perf_counter() - self._asked
             self._asked = None
@@ -206,10 +202,10 @@ class OwnClocks(Callback):
 
     def take(self) -> tuple[float, float]:
         """Return seconds of forward passes and of waits for data since the last call. The device is idle."""
-        forward = sum(_between(begun, last) for begun, last in self._passes)
-        found = (forward, self._data_sec)
+        forward = sum(_elapsed_sec(begun, last) for begun, last in self._passes)
+        seconds = (forward, self._data_sec)
         self._passes, self._data_sec = [], 0.0
-        return found
+        return seconds
 
 
 def _now(state: State) -> Moment:
@@ -220,7 +216,7 @@ def _now(state: State) -> Moment:
     return event
 
 
-def _between(begun: Moment, last: Moment) -> float:
+def _elapsed_sec(begun: Moment, last: Moment) -> float:
     if isinstance(begun, float) or isinstance(last, float):
         assert isinstance(begun, float) and isinstance(last, float)
         return last - begun

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
+import logging
 import os
 import re
 import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+import composer.loggers
+from composer import Logger, State
 from composer.loggers import LoggerDestination
+from composer.utils import dist
+from PIL import Image
 
-from cli.errors import ConfigError
-from cli.log import log
-from training.destinations import TensorboardLogger, WandBLogger
-from training.mlflow_logger import MlflowConfig, MlflowLogger
+from common.errors import ConfigError
+from common.log import log
+from common.masking import MASK, mask_secrets
+from run_folder.metric_names import as_sent
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 SERVER_SEC = 5.0  # time for W&B's server to answer; its own client waits 90
 WandbMode = Literal["online", "offline"]
@@ -27,17 +42,17 @@ class WandbConfig:
     """Weights & Biases; used if a project or a name is given."""
 
     project: str | None = None
-    """Project. null: W&B's own, called uncategorized."""
+    """Project. null: uncategorized."""
     name: str | None = None
-    """Name of the run at W&B. null: run_name."""
+    """Name of the run. null: run_name."""
     entity: str | None = None
     """Account or team. null: your default."""
     group: str | None = None
-    """Group of runs at W&B. null: loggers.group."""
+    """Group of runs. null: loggers.group."""
     tags: list[str] | None = None
     """Tags."""
     mode: WandbMode = "online"
-    """offline: write to wandb/ in the run's folder; needs no account. Also used without a login, or if no server answers."""
+    """offline: write to wandb/ in the run's folder. Also used without a login or server."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,7 @@ class TensorboardConfig:
     """TensorBoard; used if this section is given."""
 
     log_dir: str | None = None
-    """Folder of the logs. null: tensorboard/ in the run's folder."""
+    """Folder. null: tensorboard/ in the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -55,33 +70,37 @@ class LoggersConfig:
     progress_bar: bool = True
     """Show Composer's progress bar."""
     debug: bool = False
-    """Show the traceback of errors that are otherwise shown as a message only."""
+    """Show tracebacks."""
     group: str | None = None
-    """Group of runs at W&B and MLflow, as those of several seeds. bench.ladder and sweep.py give their own name."""
+    """Group of runs at W&B and MLflow."""
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
     mlflow: MlflowConfig | None = None
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for every invalid section."""
-        found = []
+        messages = []
         if self.wandb is not None and self.wandb.project is self.wandb.name is None:
-            found.append(("loggers.wandb.project", "not given. Name a project or a run, or leave out loggers.wandb."))
+            messages.append(
+                ("loggers.wandb.project", "not given. Name a project or a run, or leave out loggers.wandb.")
+            )
         for section, wanted in (("wandb", self.wandb), ("tensorboard", self.tensorboard)):
             if wanted is not None and importlib.util.find_spec(section) is None:
-                found.append((f"loggers.{section}", f"the package {section} is not installed. Leave the section out."))
+                messages.append(
+                    (f"loggers.{section}", f"the package {section} is not installed. Leave the section out.")
+                )
         if self.mlflow is not None and importlib.util.find_spec("mlflow") is None:
             todo = "Run: pip install --no-deps -r requirements/loggers.lock. Or leave the section out"
-            found.append(("loggers.mlflow", f"the package mlflow is not installed. {todo}."))
+            messages.append(("loggers.mlflow", f"the package mlflow is not installed. {todo}."))
         if self.mlflow is not None and (text := self.mlflow.problem()):
-            found.append(("loggers.mlflow", text))
-        if found or self.wandb is None:
-            return found
+            messages.append(("loggers.mlflow", text))
+        if messages or self.wandb is None:
+            return messages
         try:
             _wandb_login()  # wandb checks its settings even when offline
         except ConfigError as error:
-            found.append(("loggers.wandb", str(error).removeprefix("loggers.wandb: ")))
-        return found
+            messages.append(("loggers.wandb", str(error).removeprefix("loggers.wandb: ")))
+        return messages
 
 
 def _wandb_login() -> tuple[str, str | None]:
@@ -98,21 +117,21 @@ def _wandb_login() -> tuple[str, str | None]:
         settings.update_from_system_settings()
         settings.update_from_env_vars(dict(os.environ))
         server, key = settings.base_url.rstrip("/"), settings.api_key
-        urlsplit(server).port  # noqa: B018  # raises ValueError where it is none
+        urlsplit(server).port  # noqa: B018  # raises ValueError if it is not a port
         # wandb would write the credentials of an address into its log.
         is_valid = not re.search(r"[@\s?#]", server) and not re.search("[^!-~]", key or "")
     except (wandb.errors.UsageError, ValueError):
         is_valid = False
     if not is_valid:
-        given = "W&B's settings are not valid (not shown, there may be a key in them)"
-        ways = "Set WANDB_BASE_URL to https://HOST and WANDB_API_KEY to a key, or neither, and run `wandb login`"
-        raise ConfigError([f"loggers.wandb: {given}. {ways}."])
+        problem = "W&B's settings are not valid (not shown, there may be a key in them)"
+        advice = "Set WANDB_BASE_URL to https://HOST and WANDB_API_KEY to a key, or neither, and run `wandb login`"
+        raise ConfigError([f"loggers.wandb: {problem}. {advice}."])
     netrc = None if key else requests.utils.get_netrc_auth(server)
     return server, key or (netrc[1] if netrc else None)
 
 
-def reach(config: LoggersConfig, folder: Path) -> WandbMode:
-    """Look whether what loggers write to can be had; return this start's W&B mode.
+def check_loggers(config: LoggersConfig, folder: Path) -> WandbMode:
+    """Check that the loggers' servers and databases are available; return this start's W&B mode.
 
     Called on one rank only. Raises ConfigError: W&B's server rejects the login, or MLflow cannot be reached.
     """
@@ -151,10 +170,10 @@ def _refusal(server: str, key: str) -> str | None:
 
     def ask() -> None:
         query: dict[str, Any] = {"query": "query Viewer { viewer { id } }"}
-        ways: dict[str, Any] = {"timeout": SERVER_SEC, "auth": ("api", key)}
-        ways["allow_redirects"] = False  # requests would send the password of ~/.netrc for the host that one names
+        options: dict[str, Any] = {"timeout": SERVER_SEC, "auth": ("api", key)}
+        options["allow_redirects"] = False  # requests would send the password of ~/.netrc for the host that one names
         try:
-            answers.append(requests.post(f"{server}/graphql", json=query, **ways).status_code)
+            answers.append(requests.post(f"{server}/graphql", json=query, **options).status_code)
         except requests.RequestException as error:
             answers.append(f"cannot be reached ({type(error).__name__})")
 
@@ -163,8 +182,8 @@ def _refusal(server: str, key: str) -> str | None:
     thread.join(SERVER_SEC)
     answer = answers[0] if answers else f"does not answer within {SERVER_SEC:g} s"
     if answer in (401, 403):
-        ways = "Run `wandb login --relogin`, correct WANDB_API_KEY, or say loggers.wandb.mode=offline"
-        raise ConfigError([f"loggers.wandb: {server} does not take this machine's login. {ways}."])
+        advice = "Run `wandb login --relogin`, correct WANDB_API_KEY, or say loggers.wandb.mode=offline"
+        raise ConfigError([f"loggers.wandb: {server} rejected this machine's login. {advice}."])
     if isinstance(answer, int):
         return f"answers with {answer}" if answer >= 500 else None
     return answer
@@ -173,7 +192,7 @@ def _refusal(server: str, key: str) -> str | None:
 def build_loggers(
     config: LoggersConfig, run_name: str, run_id: str, folder: Path, mode: WandbMode
 ) -> list[LoggerDestination]:
-    """Build the configured loggers. A resumed run goes on at W&B and MLflow by its `run_id`. `mode`: see `reach`."""
+    """Build the configured loggers. A resumed run continues at W&B and MLflow by its `run_id`. `mode`: see `wandb_mode`."""
     loggers: list[LoggerDestination] = []
     if config.wandb is not None:
         section = config.wandb
@@ -199,3 +218,363 @@ def build_loggers(
     if config.mlflow is not None:
         loggers.append(MlflowLogger(config.mlflow, folder, run_name=run_name, run_id=run_id, group=config.group))
     return loggers
+
+
+# --- W&B and TensorBoard: they also get the configuration under flat keys, and the result line ---
+
+RESULT = "result/"
+WRITE_SEC = 10  # between two writes of TensorBoard's file
+
+
+class Destination(LoggerDestination):
+    """A logger with the same names as the others. The first rank alone logs.
+
+    `log_images` takes an image, uint8 (H, W, 3), or the path of a GIF, which is a video. Composer's other arguments are not
+    used.
+    """
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log what the table of metrics has of these."""
+        if sent := as_sent(metrics):
+            super().log_metrics(sent, step)
+
+    def log_images(
+        self,
+        images: Any,
+        name: str = "Images",
+        channels_last: bool = False,
+        step: int | None = None,
+        *rest: Any,
+        **more: Any,
+    ) -> None:
+        """Log an image or a video."""
+        if is_first_rank():
+            log_one = self.log_video if isinstance(images, Path) else self.log_image
+            log_one(images, name, step)
+
+    def log_image(self, image: Any, name: str, step: int | None) -> None:
+        """Log an image. The first rank alone calls it."""
+
+    def log_video(self, path: Path, name: str, step: int | None) -> None:
+        """Log a GIF. The first rank alone calls it."""
+
+    def log_result(self, result: Mapping[str, Any]) -> None:
+        """Keep the result line with the run, once it is known."""
+
+
+def is_first_rank() -> bool:
+    """True on the rank that logs."""
+    return dist.get_global_rank() == 0
+
+
+def figures_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a result line, by logged name."""
+    return {f"{RESULT}{key}": value for key, value in result.items() if isinstance(value, int | float)}
+
+
+def texts_of(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of a result line, as whether its target was reached."""
+    return {f"{RESULT}{key}": value for key, value in result.items() if isinstance(value, str)}
+
+
+def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Yield the values of nested sections under flat keys, `optimizer.lr`; lists and null as JSON has them."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flat_keys(value, f"{prefix}{key}.")
+        else:
+            yield (
+                f"{prefix}{key}",
+                value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str),
+            )
+
+
+class WandBLogger(Destination, composer.loggers.WandBLogger):
+    """Composer's logger with today's W&B client, whose runs have `url` instead of `get_url()` since 0.19."""
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Begin the run at W&B; once, before the training."""
+        import wandb
+
+        if not hasattr(wandb.Run, "get_url"):
+            wandb.Run.get_url = lambda run: run.url  # type: ignore[attr-defined]
+        super().init(state, logger)
+
+    def log_image(self, image: Any, name: str, step: int | None) -> None:
+        """Log an image."""
+        composer.loggers.WandBLogger.log_images(self, image, name, channels_last=True, step=step)
+
+    def log_video(self, path: Path, name: str, step: int | None) -> None:
+        """Log a GIF."""
+        import wandb
+
+        wandb.log({name: wandb.Video(str(path))}, step=step)
+
+    def log_result(self, result: Mapping[str, Any]) -> None:
+        """Write it into the run's summary."""
+        import wandb
+
+        if wandb.run is not None:  # the first rank alone has one
+            wandb.run.summary.update({**figures_of(result), **texts_of(result)})
+
+    def alert(self, title: str, text: str) -> None:
+        """Have W&B notify those who asked for it, by mail or Slack."""
+        import wandb
+
+        if wandb.run is not None:  # the first rank alone has one
+            wandb.run.alert(title, text, level="WARN")
+
+
+class TensorboardLogger(Destination):
+    """Writes one event file a start. Composer's writes one for each rank and each flush.
+
+    Args:
+        log_dir: the file is in its folder of the run's name.
+    """
+
+    def __init__(self, log_dir: str):
+        self.log_dir = log_dir
+        self.writer: Any = None  # of the first rank, from `init` on
+        self.hyperparameters: dict[str, Any] = {}
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Open the file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        if is_first_rank():
+            self.writer = SummaryWriter(Path(self.log_dir, state.run_name), flush_secs=WRITE_SEC)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log what the table of metrics has of these."""
+        for name, value in as_sent(metrics).items() if self.writer is not None else ():
+            self.writer.add_scalar(name, value, step)
+
+    def log_image(self, image: Any, name: str, step: int | None) -> None:
+        """Log an image."""
+        self.writer.add_image(name, image, step, dataformats="HWC")
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Close the file."""
+        if self.writer is not None:
+            self.writer.close()
+        self.writer = None
+
+    def log_video(self, path: Path, name: str, step: int | None) -> None:
+        """Log a GIF."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # torch's add_video does the same with a GIF that it makes itself, for which it wants moviepy.
+        with Image.open(path) as gif:
+            width, height = gif.size
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=path.read_bytes())
+        self.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Keep them for the end."""
+        self.hyperparameters.update(flat_keys(hyperparameters))
+
+    def log_result(self, result: Mapping[str, Any]) -> None:
+        """Write it with the hyperparameters, for the page HPARAMS."""
+        if self.writer is None:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        figures = figures_of(result)
+        with warnings.catch_warnings():  # torch's add_hparams does the same in a separate file
+            warnings.simplefilter("ignore")
+            for summary in hparams({**self.hyperparameters, **texts_of(result)}, figures):
+                self.writer.file_writer.add_summary(summary)
+            for name, value in figures.items():
+                self.writer.add_scalar(name, value)
+
+
+# --- MLflow ---
+
+FLUSH_SEC = 5.0
+MOST_WAITING = 1_000_000  # figures: some 100 MB
+AT_ONCE = 1000  # of MLflow's log_batch
+LONGEST_TEXT = 5000  # of a tag; a param may have 6000
+RUN_ID = "easel_run_id"
+WAIT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # its own: 120 s, seven times
+ADDRESS = "MLFLOW_TRACKING_URI"
+
+
+@dataclass(frozen=True)
+class MlflowConfig:
+    """MLflow; used if this section is given. It is installed apart: requirements/loggers.lock."""
+
+    tracking_uri: str | None = None
+    """Server or database. null: MLFLOW_TRACKING_URI, else mlflow/mlflow.db in the run's folder."""
+    experiment: str = "easel"
+    """Experiment; created if missing."""
+
+    def problem(self) -> str | None:
+        """Say what is wrong with the address, or None."""
+        if self.tracking_uri is None or MASK not in self.tracking_uri:
+            return None
+        text = f"tracking_uri: {self.tracking_uri} contains a password, which the configuration does not store"
+        return f"{text}. Set the variable {ADDRESS} to the whole address, and leave the key out."
+
+    def address(self, folder: Path) -> str:
+        """Return where a run is logged, with its password. `folder`: of the run."""
+        own = f"sqlite:///{folder.resolve()}/mlflow/mlflow.db"
+        return self.tracking_uri or os.environ.get(ADDRESS) or own
+
+    def check(self, folder: Path) -> None:
+        """Check that a run can be logged, without creating anything. Raises ConfigError: it cannot."""
+        address = self.address(folder)
+        if (file := sqlite_file(address)) is not None and not file.exists():
+            return  # it is made with the run
+        try:
+            existing = _client(address).get_experiment_by_name(self.experiment)
+        except Exception as error:
+            advice = f"Start it, fix the address, or leave it out (and {ADDRESS}) to write into the run's folder"
+            raise ConfigError(
+                [f"loggers.mlflow: {mask_secrets(address)} cannot be used: {_why(error)}. {advice}."]
+            ) from error
+        if existing is not None and existing.lifecycle_stage != "active":
+            raise ConfigError([f"loggers.mlflow.experiment: {self.experiment} was deleted there. Give another name."])
+
+
+def _why(error: Exception) -> str:
+    """Return the first line of what MLflow, SQLAlchemy, requests or a database's driver says, without passwords."""
+    return mask_secrets(str(error)).splitlines()[0][:300] if str(error) else type(error).__name__
+
+
+def sqlite_file(address: str) -> Path | None:
+    """Return the file of an SQLite address, else None."""
+    return Path(address.removeprefix("sqlite:///")) if address.startswith("sqlite:///") else None
+
+
+def _client(address: str) -> MlflowClient:
+    for name, value in WAIT.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+    from mlflow import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # each table that it makes, at INFO
+    return MlflowClient(address)
+
+
+class MlflowLogger(Destination):
+    """A run at MLflow. A resumed run continues under the same id there, which is found by the run's own id.
+
+    Args:
+        config: where, and in which experiment.
+        folder: of the run.
+        run_id: of the run's record; it stands there as the tag easel_run_id.
+        group: of runs; there as the tag `group`.
+    """
+
+    def __init__(self, config: MlflowConfig, folder: Path, *, run_name: str, run_id: str, group: str | None):
+        self.config, self.folder = config, folder
+        self.tags = {RUN_ID: run_id, **({"group": group} if group else {})}
+        self.run_name = run_name
+        self._address = config.address(folder)
+        self._id: str | None = None  # at MLflow; None on other ranks
+        self._params: dict[str, str] = {}
+        self._waiting: deque[tuple[str, float, int, int]] = deque(maxlen=MOST_WAITING)
+        self._sent_at = time.monotonic()
+        self._step = 0
+        self._is_unreachable = self._is_finished = False
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Begin the run there, or find it; once, before the training."""
+        if not is_first_rank():
+            return
+        if (file := sqlite_file(self._address)) is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        self._client = client = _client(self._address)
+        experiment = client.get_experiment_by_name(self.config.experiment)
+        # MLflow's own place for files would be ./mlruns.
+        files = None if file is None else f"{file.parent.resolve()}/artifacts"
+        number = experiment.experiment_id if experiment else client.create_experiment(self.config.experiment, files)
+        earlier = client.search_runs([number], f"tags.{RUN_ID} = '{self.tags[RUN_ID]}'", max_results=1)
+        run = earlier[0] if earlier else client.create_run(number, run_name=self.run_name, tags=self.tags)
+        if earlier:
+            client.update_run(run.info.run_id, status="RUNNING")
+        self._params = dict(run.data.params)
+        self._id = run.info.run_id
+        self._pool = ThreadPoolExecutor(1, "mlflow")
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        self._monitor = SystemMetricsMonitor(self._id, resume_logging=bool(earlier), tracking_uri=self._address)
+        self._monitor.start()
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log figures, a few seconds later."""
+        if self._id is None:
+            return
+        now = int(1000 * time.time())
+        self._step = step or 0
+        self._waiting.extend((name, float(value), now, self._step) for name, value in as_sent(metrics).items())
+        if time.monotonic() - self._sent_at > FLUSH_SEC:
+            self._sent_at = time.monotonic()
+            self._pool.submit(self._try, "figures", self._flush)
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Log the configuration. MLflow never changes a param: another value of a later start is the tag `later.KEY`."""
+        if self._id is None:
+            return
+        from mlflow.entities import Param, RunTag
+
+        values = {key: str(value)[:LONGEST_TEXT] for key, value in flat_keys(hyperparameters)}
+        new = {key: value for key, value in values.items() if key not in self._params}
+        tags = [RunTag(f"later.{key}", value) for key, value in values.items() if value != self._params.get(key, value)]
+        params = [Param(key, value) for key, value in new.items()]
+        self._params |= new
+        for start in range(0, max(len(params), len(tags)), 100):  # MLflow's most at once
+            some = {"params": params[start : start + 100], "tags": tags[start : start + 100]}
+            send = functools.partial(self._client.log_batch, self._id, **some)
+            self._pool.submit(self._try, "the configuration", send)
+
+    def log_image(self, image: Any, name: str, step: int | None) -> None:
+        """Log an image."""
+        send = functools.partial(self._client.log_image, self._id, image, key=name, step=step or 0)
+        self._pool.submit(self._try, name, send)
+
+    def log_video(self, path: Path, name: str, step: int | None) -> None:
+        """Log a GIF as an artifact."""
+        send = functools.partial(self._client.log_artifact, self._id, str(path), f"videos/{name}")
+        self._pool.submit(self._try, name, send)
+
+    def log_result(self, result: Mapping[str, Any]) -> None:
+        """Log its figures as metrics, its texts as tags."""
+        if self._id is None:
+            return
+        now = int(1000 * time.time())
+        self._waiting.extend((name, float(value), now, self._step) for name, value in figures_of(result).items())
+        for key, text in texts_of(result).items():
+            self._pool.submit(self._try, key, functools.partial(self._client.set_tag, self._id, key, text))
+        self._is_finished = True
+
+    def post_close(self) -> None:
+        """Send the rest. A run that did not finish is KILLED there, until it is resumed."""
+        if self._id is None:
+            return
+        self._pool.shutdown()
+        self._try("the machine's figures", self._monitor.finish)
+        self._try("figures", self._flush)
+        status = "FINISHED" if self._is_finished else "KILLED"
+        self._try("its end", lambda: self._client.set_terminated(self._id, status))
+        self._id = None
+
+    def _flush(self) -> None:
+        from mlflow.entities import Metric
+
+        while some := list(self._waiting)[:AT_ONCE]:
+            self._client.log_batch(self._id, metrics=[Metric(*each) for each in some])
+            for _ in some:
+                self._waiting.popleft()
+
+    def _try(self, what: str, work: Callable[[], Any]) -> None:
+        """Do something, and log once if MLflow cannot be reached: no run ends because of it."""
+        try:
+            work()
+            self._is_unreachable = False
+        except Exception as error:
+            if not self._is_unreachable:
+                where = f"loggers.mlflow: {what} not sent to {mask_secrets(self._address)}"
+                log.warning(f"{where}: {_why(error)}. The run's folder has them.")
+            self._is_unreachable = True

@@ -12,9 +12,9 @@ import torch
 from composer import Time, TimeUnit
 from torch import nn
 
-from cli.limits import exclusive, limited
-from training.adamw import SmallAdamW, has_small_weights
-from zoo.mlperf_rules import Benchmark
+from common.value_types import exclusive, limited, read_duration
+from families.mlperf import Benchmark
+from training.low_memory_adamw import SmallAdamW, has_small_weights
 
 DEFAULT_LR = 1e-4
 WARMUP_START = 1e-6  # of a run that is no benchmark's: as MLPerf's Stable Diffusion has it
@@ -27,9 +27,9 @@ class OptimizerConfig:
     name: Literal["adamw"] = "adamw"
     """The optimizer."""
     lr: float | None = limited(None, 0.0, above=True)
-    """Learning rate after the warm-up. null: 1e-4, unless lr_per_image is given; for mlperf the reference point's."""
+    """Learning rate after warm-up. null: 1e-4, or from lr_per_image; mlperf: the reference's."""
     lr_per_image: float | None = limited(None, 0.0, above=True)
-    """Learning rate for each image of the global batch. Give this or lr."""
+    """Learning rate per image of the global batch, instead of lr."""
     betas: tuple[float, float] = limited((0.9, 0.999), 0.0, 1.0, below=True, usual="[0.9, 0.999]")
     """AdamW's two betas."""
     eps: float = limited(1e-8, 0.0, above=True)
@@ -37,14 +37,13 @@ class OptimizerConfig:
     weight_decay: float = limited(0.01, 0.0)
     """Decoupled weight decay."""
     decay: Literal["all", "matrices"] = "all"
-    """Parameters with weight decay: all (MLPerf, MosaicML), or matrices (two or more dimensions)."""
+    """Parameters with weight decay; matrices: those of two or more dimensions."""
     clip_norm: float | None = limited(None, 0.0, above=True)
-    """Clip gradients to this norm over all parameters. null: no clipping."""
+    """Clip the norm of all gradients. null: no clipping."""
     states: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """Type of AdamW's two moments; of small tensors they stay fp32. bf16 takes half of the memory, 8bit a quarter; 8bit
-    needs torchao."""
+    """Type of AdamW's moments. 8bit needs torchao."""
     rounding: Literal["stochastic", "nearest"] | None = None
-    """How weights and moments are rounded to bf16. null: stochastic. nearest loses small changes; only to compare with."""
+    """Rounding to bf16. null: stochastic. nearest loses small changes."""
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for keys that do not go together."""
@@ -78,34 +77,34 @@ class ScheduleConfig:
     """The learning rate over time."""
 
     name: Literal["constant", "linear", "cosine", "polynomial"] = "constant"
-    """The rate's way from the warm-up to the end. cosine is half a wave; polynomial is a power of the part that is left."""
+    """Decay of the rate after warm-up."""
     final_frac: float = limited(0.0, 0.0, 1.0)
-    """The rate at the end, as a fraction of that after the warm-up."""
+    """Final rate, as a fraction of lr."""
     decay_frac: float | None = limited(None, 0.0, 1.0, above=True)
-    """Fraction of the run, at its end, in which the rate decays; constant before. null: all after the warm-up."""
+    """Last fraction of the run in which the rate decays. null: all after warm-up."""
     power: float = limited(1.0, 0.0, above=True)
-    """Power of polynomial. 1 is linear."""
+    """Power of polynomial; 1 is linear."""
     warmup_batches: int | None = limited(None, 0)
-    """Batches of linear warm-up. null: none, unless warmup_images is given; 1000 for mlperf."""
+    """Batches of linear warm-up. null: 0, or from warmup_images; mlperf: 1000."""
     warmup_images: int | None = limited(None, 0)
-    """The same in images, rounded up to whole batches. Give this or warmup_batches."""
+    """Images of warm-up, instead of warmup_batches."""
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for keys that do not go together."""
-        found = exclusive("schedule", self, "warmup_batches", "warmup_images")
+        messages = exclusive("schedule", self, "warmup_batches", "warmup_images")
         unused = {"final_frac": 0.0, "decay_frac": None} if self.name == "constant" else {}
         unused |= {"power": 1.0} if self.name != "polynomial" else {}
         for key, default in unused.items():
             if (value := getattr(self, key)) != default:
                 users = "polynomial" if key == "power" else "linear, cosine or polynomial"
                 text = f"{value:g}, but {self.name} has none. Say schedule.name={users}, or leave it out."
-                found.append((f"schedule.{key}", text))
-        return found
+                messages.append((f"schedule.{key}", text))
+        return messages
 
     def resolved(self, warmup_batches: int | None) -> ScheduleConfig:
         """Use this warm-up if none is given."""
-        is_given = (self.warmup_batches, self.warmup_images) != (None, None)
-        return self if is_given else dataclasses.replace(self, warmup_batches=warmup_batches)
+        has_warmup = (self.warmup_batches, self.warmup_images) != (None, None)
+        return self if has_warmup else dataclasses.replace(self, warmup_batches=warmup_batches)
 
     def num_warmup_batches(self, global_batch_size: int) -> int:
         if self.warmup_images is not None:
@@ -149,6 +148,14 @@ def total_batches(duration: str, *, global_batch_size: int, epoch_batches: int) 
     return time.value * (epoch_batches if time.unit == TimeUnit.EPOCH else 1)
 
 
+def images_of(max_duration: str, global_batch_size: int) -> int | None:
+    """Return the images of a duration in batches or samples, in whole batches; None: it is in epochs, or invalid."""
+    if read_duration(max_duration, ("ba", "sp")) is None:
+        return None
+    images = total_batches(max_duration, global_batch_size=global_batch_size, epoch_batches=0) * global_batch_size
+    return images if images > 0 else None
+
+
 def build_schedule(
     config: ScheduleConfig,
     optimizer: torch.optim.Optimizer,
@@ -181,7 +188,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return AdamW over the trainable parameters, in at most two groups (decayed, not decayed).
 
-    fused=True: one kernel for all tensors, on a GPU and on a CPU. Small states and bfloat16 weights: training/adamw.py.
+    fused=True: one kernel for all tensors, on GPU and CPU. Small states and bfloat16 weights: training/low_memory_adamw.py.
 
     Args:
         seed: of stochastic rounding, where something is rounded.
@@ -194,8 +201,8 @@ def build_optimizer(
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-    ways: dict[str, Any] = dict(lr=config.learning_rate(global_batch_size), betas=config.betas, eps=config.eps)
+    options: dict[str, Any] = dict(lr=config.learning_rate(global_batch_size), betas=config.betas, eps=config.eps)
     if config.states == "fp32" and not has_small_weights(parameters):
-        return torch.optim.AdamW(groups, **ways, fused=True)
+        return torch.optim.AdamW(groups, **options, fused=True)
     is_stochastic = config.rounding != "nearest"
-    return SmallAdamW(groups, **ways, states=config.states, stochastic=is_stochastic, seed=seed)
+    return SmallAdamW(groups, **options, states=config.states, stochastic=is_stochastic, seed=seed)

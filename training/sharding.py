@@ -14,91 +14,101 @@ Source: PyTorch FSDP, Zhao et al. 2023 (arXiv:2304.11277); ZeRO stage 3, Rajbhan
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from composer.utils import dist
 from torch import Tensor
 
-from cli import ranks
+from families import load_family
+from families.encoders import ModelConfig
 from model import AUTOCAST_DTYPES, LatentDiffusion, cast_weights
-from training.blocks import blocks_of
-from weights.parts import is_part, part
-from weights.tensors import on_meta
-from zoo import load_family
+from ranks import collectives
+from training import speed
+from training.speed import SpeedKeys, blocks_of
+from weights.tensors import build_on_meta, is_sharded_tensor, local_shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from training.run_config import RunConfig
-
 PRECISIONS = ("fp32", "tf32", "bf16", "bf16_params")
 
 
-def is_sharded(config: RunConfig) -> bool:
-    """True where a run's weights are shared out; with one rank there is nobody to share with."""
-    return config.sharding != "off" and dist.get_world_size() > 1
+def is_sharded(sharding: str) -> bool:
+    """Return whether weights are shared out with this value of the key; with one rank they never are."""
+    return sharding != "off" and dist.get_world_size() > 1
 
 
-def ranks_of_a_copy(how: str) -> int:
+def ranks_per_copy(sharding: str) -> int:
     """Return over how many ranks one copy of the weights is shared out."""
-    return dist.get_local_world_size() if how == "hybrid" else dist.get_world_size()
+    return dist.get_local_world_size() if sharding == "hybrid" else dist.get_world_size()
 
 
-def problems(config: RunConfig) -> list[tuple[str, str]]:
-    """(key, message) for every key that does not go with sharding, and for too many ranks."""
-    if not is_sharded(config):
+def problems(keys: Mapping[str, Any], model: ModelConfig) -> list[tuple[str, str]]:
+    """(key, message) for every key that does not go with sharding, and for too many ranks. `keys`: all of a run."""
+    sharding = keys["sharding"]
+    if not is_sharded(sharding):
         return []
-    how, found = config.sharding, refusals(config)
-    num = ranks_of_a_copy(how)
-    if num > (most := num_blocks(config)):
-        given = f"{how} over {num} ranks, but the denoiser has {most} blocks: most ranks would have next to nothing"
-        ways = f"hybrid, sharding=off, or {most} ranks at most" if how == "full" else f"off, or {most} ranks at most"
-        found.append(("sharding", f"{given}. Say sharding={ways}."))
-    return found
+    messages, ranks = refusals(keys), ranks_per_copy(sharding)
+    if ranks > (most := num_blocks(model)):
+        problem = (
+            f"{sharding} over {ranks} ranks, but the denoiser has {most} blocks: most ranks would have next to nothing"
+        )
+        values = "hybrid, sharding=off, or" if sharding == "full" else "off, or"
+        messages.append(("sharding", f"{problem}. Say sharding={values} {most} ranks at most."))
+    return messages
 
 
-def refusals(config: RunConfig) -> list[tuple[str, str]]:
-    """(key, message) for every key that does not go with sharding, on or off."""
-    how = config.sharding if config.sharding != "off" else "full"
-    is_searched = torch.cuda.is_available() and config.eval.when == "in_training" and config.eval.batch_size is None
-    size, precision, states = config.device_train_microbatch_size, config.precision, config.optimizer.states
-    few = precision not in (None, *PRECISIONS)
-    scaler = f"the scaler cannot judge a part of the gradients. Possible: {', '.join(PRECISIONS)}"
-    refused = [
-        ("channels_last", "true", config.channels_last, "weights in NHWC cannot be split. Leave it out"),
-        ("compile", "whole", config.compile == "whole", "one graph cannot gather block by block. Say compile=blocks"),
-        ("device_train_microbatch_size", "auto", size == "auto", "ranks would run out of memory apart. Give a number"),
-        ("ema.device", "cpu", config.ema.device == "cpu", "the EMA is in parts too. Say ema.device=model"),
-        ("eval.batch_size", "null", is_searched, "ranks would run out of memory apart. Give a number"),
-        ("lora.rank", config.lora.rank, config.lora.is_given, "an adapter is small. Say sharding=off"),
+def refusals(keys: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(key, message) for every key that does not go with sharding, on or off. `keys`: all of a run."""
+    sharding = keys["sharding"] if keys["sharding"] != "off" else "full"
+    is_searched = torch.cuda.is_available() and keys["eval.when"] == "in_training"
+    precisions, ranks_apart = ", ".join(PRECISIONS), "ranks would run out of memory apart. Give a number"
+    refused: list[tuple[str, Callable[[Any], bool], str]] = [
+        ("channels_last", lambda value: value, "weights in NHWC cannot be split. Leave it out"),
+        ("compile", lambda value: value == "whole", "one graph cannot gather block by block. Say compile=blocks"),
+        ("device_train_microbatch_size", lambda value: value == "auto", ranks_apart),
+        ("ema.device", lambda value: value == "cpu", "the EMA is in parts too. Say ema.device=model"),
+        ("eval.batch_size", lambda value: value is None and is_searched, ranks_apart),
+        ("lora.rank", lambda value: value is not None, "an adapter is small. Say sharding=off"),
         (
             "optimizer.states",
-            "8bit",
-            states == "8bit",
+            lambda value: value == "8bit",
             "its blocks do not end where parts do. Say optimizer.states=bf16",
         ),
-        ("precision", precision, few, scaler),
+        (
+            "precision",
+            lambda value: value not in (None, *PRECISIONS),
+            f"the scaler cannot judge a part of the gradients. Possible: {precisions}",
+        ),
     ]
-    return [(key, f"{value}, but sharding={how}: {why}.") for key, value, is_refused, why in refused if is_refused]
+    return [
+        (key, f"{_as_in_yaml(keys[key])}, but sharding={sharding}: {reason}.")
+        for key, is_refused, reason in refused
+        if is_refused(keys[key])
+    ]
 
 
-def num_blocks(config: RunConfig) -> int:
+def _as_in_yaml(value: Any) -> Any:
+    return "null" if value is None else "true" if value is True else value
+
+
+def num_blocks(model: ModelConfig) -> int:
     """Return the number of a denoiser's blocks; so many ranks can share it. Many, where there is no such network."""
-    given = config.model
     try:
-        family = load_family(given.family, given.preset, given.variant)
+        family = load_family(model.family, model.preset, model.variant)
     except ValueError:  # named by model_problems
         return 2**31
-    return len(blocks_of(on_meta(family.build_denoiser)))
+    return len(blocks_of(build_on_meta(family.build_denoiser)))
 
 
-def shard(model: LatentDiffusion, how: str, device: torch.device, precision: str) -> None:
+def shard(model: LatentDiffusion, sharding: str, device: torch.device, precision: str) -> None:
     """Share out a denoiser that rank 0 has built, and leave this rank's parts on the device. All ranks call it.
 
     Args:
         model: on rank 0 with its weights on the CPU, elsewhere with a denoiser without memory (on meta).
-        how: full or hybrid.
+        sharding: full or hybrid.
         precision: of the run: weights are gathered in its compute type, gradients are averaged in float32.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -111,10 +121,10 @@ def shard(model: LatentDiffusion, how: str, device: torch.device, precision: str
     # Inputs are cast by autocast, as without sharding.
     compute = AUTOCAST_DTYPES.get(precision)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    ways: dict[str, Any] = dict(mesh=mesh_of(how, device), mp_policy=policy, reshard_after_forward=True)
+    options: dict[str, Any] = dict(mesh=mesh_of(sharding, device), mp_policy=policy, reshard_after_forward=True)
     for block in blocks_of(denoiser):
-        fully_shard(block, **ways)
-    fully_shard(denoiser, **ways)
+        fully_shard(block, **options)
+    fully_shard(denoiser, **options)
     denoiser.to_empty(device=device)
     if device.type == "cpu":  # gloo has no mean
         for unit in denoiser.modules():
@@ -128,12 +138,12 @@ def shard(model: LatentDiffusion, how: str, device: torch.device, precision: str
     model.in_step = True
 
 
-def mesh_of(how: str, device: torch.device) -> DeviceMesh:
+def mesh_of(sharding: str, device: torch.device) -> DeviceMesh:
     """Return the ranks as they share: all in a row, or the machines times the ranks of each."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    nodes = ranks.num_nodes()
-    if how == "full" or nodes == 1:
+    nodes = collectives.num_nodes()
+    if sharding == "full" or nodes == 1:
         return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (nodes, dist.get_local_world_size()), mesh_dim_names=("replicate", "shard"))
 
@@ -143,8 +153,19 @@ def _fill(parameter: Tensor, whole: Tensor, device: torch.device) -> None:
     """Put rank 0's tensor into the parts of all ranks."""
     from torch.distributed.tensor import distribute_tensor
 
-    assert is_part(parameter)
+    assert is_sharded_tensor(parameter)
     of: Any = parameter
     is_first = dist.get_global_rank() == 0
-    given = whole.to(device) if is_first else torch.empty(of.shape, dtype=of.dtype, device=device)
-    part(parameter).copy_(part(distribute_tensor(given, of.device_mesh, of.placements)))
+    source = whole.to(device) if is_first else torch.empty(of.shape, dtype=of.dtype, device=device)
+    local_shard(parameter).copy_(local_shard(distribute_tensor(source, of.device_mesh, of.placements)))
+
+
+def move_to_device(
+    model: LatentDiffusion, keys: SpeedKeys, precision: str, device: torch.device, *, num_sizes: int
+) -> None:
+    """Move a model to the device, as the keys of speed say; of sharded weights this rank's part."""
+    is_shared = is_sharded(keys.sharding)
+    (model.move_frozen_to_device if is_shared else model.to_device)(device, precision)
+    speed.apply(model, keys, num_sizes=num_sizes)
+    if is_shared:
+        shard(model, keys.sharding, device, precision)

@@ -8,27 +8,32 @@ Layouts: NCHW is (B, C, H, W) with W fastest, NHWC is the same tensor with C fas
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import getpass
 import importlib.util
 import json
 import os
 import shutil
+import struct
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
-from cli.errors import ConfigError
-from cli.limits import limited
-from cli.private_api import require_private_api
-from training.blocks import checkpoint_blocks, denoiser_parts
-from training.compile_cache import remove_unfinished_libraries
+from common.errors import ConfigError
+from common.log import EVERY_RANK, log
+from common.private_api import require_private_api
+from common.value_types import limited
 
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "xformers"]
 BACKEND = "inductor"  # tests that count graphs use aot_eager, which compiles no kernels
@@ -46,9 +51,8 @@ CUDNN_LENGTH = 128
 # Limits on graphs. A whole network: training, and each batch size tried for evaluation. Blocks: one per shape, too.
 GRAPHS_OF_WHOLE, GRAPHS_OF_BLOCKS = 16, 128
 
-LIMITS = ("fail_on_recompile_limit_hit", "recompile_limit", "optimize_ddp")
-require_private_api("torch._dynamo.config", *LIMITS, why="compile: too many graphs are an error")
-require_private_api("torch._dynamo.utils", "counters", why="compile: graphs are counted")
+LIMITS = ("config.fail_on_recompile_limit_hit", "config.recompile_limit", "config.optimize_ddp", "utils.counters")
+require_private_api("torch._dynamo", *LIMITS, why="compile: graphs are counted, and too many are an error")
 
 
 @dataclass(frozen=True)
@@ -56,25 +60,23 @@ class SpeedKeys:
     """How a step is computed: speed and memory."""
 
     compile: Literal["off", "whole", "blocks"] = "off"
-    """torch.compile for denoiser and encoders. whole: the denoiser as one graph. blocks: block by block, which compiles
-    faster."""
+    """torch.compile. whole: the denoiser as one graph. blocks: block by block, which compiles faster."""
     compile_mode: Literal["default", "max-autotune"] = "default"
-    """max-autotune: choose kernels by trial; the start takes minutes longer."""
+    """max-autotune: choose kernels by trial; starts minutes later."""
     cuda_graphs: bool = False
-    """Replay the compiled kernels from CUDA graphs; for small batches. Needs compile=whole."""
+    """Replay kernels from CUDA graphs, for small batches. Needs compile=whole."""
     channels_last: bool = False
-    """Use NHWC tensors in and between convolutions."""
+    """Use NHWC tensors for convolutions."""
     attention: Attention = "auto"
-    """Attention kernel. auto: cudnn on an NVIDIA GPU that runs it, for a family without masks; else torch's choice."""
+    """Attention kernel. auto: cudnn on NVIDIA GPUs without masks, else torch's choice."""
     gradient_checkpointing: float = limited(0.0, 0.0, 1.0)
-    """Fraction of the denoiser's blocks that are recomputed in the backward pass, instead of keeping their activations. 0
-    to 1."""
+    """Fraction of the denoiser's blocks that are recomputed in the backward pass."""
     sharding: Literal["off", "full", "hybrid"] = "off"
-    """Share out weights, gradients, optimizer states and EMA weights: full over all ranks, hybrid over each machine's."""
+    """Shard weights, gradients and optimizer states: full over all ranks, hybrid within each machine."""
     async_loss: bool = False
-    """The host reads each batch's loss while the next one is computed, so that no step waits for it."""
+    """Read each loss while the next batch is computed."""
     cudnn_benchmark: bool = False
-    """Let cuDNN time its algorithms for each convolution at the first step. Another run may choose others."""
+    """Let cuDNN time its algorithms at the first step."""
 
     def problems_of_speed(self, precision: str | None) -> list[tuple[str, str]]:
         """(key, message) for every invalid value, on this machine.
@@ -83,24 +85,24 @@ class SpeedKeys:
             precision: of the run; None: the device's own, bf16 on a GPU.
         """
         is_gpu = torch.cuda.is_available()
-        found = []
+        problems = []
         if not is_gpu and precision in ("fp16", "tf32"):
-            found.append(("precision", f"{precision} needs a GPU. Possible on a CPU: fp32, bf16, bf16_params."))
+            problems.append(("precision", f"{precision} needs a GPU. Possible on a CPU: fp32, bf16, bf16_params."))
         if self.compile == "off" and self.compile_mode != "default":
-            found.append(("compile_mode", f"{self.compile_mode}, but compile=off. Say compile=whole."))
+            problems.append(("compile_mode", f"{self.compile_mode}, but compile=off. Say compile=whole."))
         if self.compile != "off" and (text := compiler_problem(is_gpu)):
-            found.append(("compile", f"{self.compile} {text}"))
+            problems.append(("compile", f"{self.compile} {text}"))
         if self.cuda_graphs and self.compile != "whole":
             text = f"true, but compile={self.compile}, which has several graphs. Say compile=whole, or leave it out."
-            found.append(("cuda_graphs", text))
+            problems.append(("cuda_graphs", text))
         wanted = [key for key in ON_A_GPU if getattr(self, key) and not is_gpu]
-        found += [(key, "true needs a GPU. Leave it out on a CPU.") for key in wanted]
+        problems += [(key, "true needs a GPU. Leave it out on a CPU.") for key in wanted]
         if text := attention_problem(self.attention, precision, is_gpu):
-            found.append(("attention", f"{self.attention} {text}"))
+            problems.append(("attention", f"{self.attention} {text}"))
         elif self.attention == "xformers" and self.compile != "off":
             text = f"xformers: its operators break the graph of compile={self.compile}. Use attention=auto, or compile=off."
-            found.append(("attention", text))
-        return found
+            problems.append(("attention", text))
+        return problems
 
 
 def values_of(keys: SpeedKeys) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def compiler_problem(is_gpu: bool) -> str | None:
 
 
 def xformers_problem() -> str | None:
-    """Say why xformers' kernels do not load, or None. Its file of versions says it; an import would print six lines."""
+    """Say why xformers' kernels do not load, or None. Its version file tells; an import would print six lines."""
     spec = importlib.util.find_spec("xformers")
     if spec is None or spec.origin is None:
         return "is not installed: it has no release for every torch. Use attention=auto."
@@ -168,7 +170,7 @@ def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> st
     return None
 
 
-class Network(Protocol):
+class SpeedModel(Protocol):
     """The interface of a model for `apply`, e.g. `model.LatentDiffusion`."""
 
     denoiser: nn.Module
@@ -179,11 +181,11 @@ class Network(Protocol):
     def frozen(self) -> Mapping[str, nn.Module]: ...
 
 
-def apply(model: Network, keys: SpeedKeys, precision: str | None, *, num_sizes: int = 1) -> None:
+def apply(model: SpeedModel, keys: SpeedKeys, *, num_sizes: int = 1) -> None:
     """Change a model's networks as the keys say. Call it once, on their device, before the optimizer is built.
 
     Args:
-        num_sizes: of images in training; each has graphs of its own.
+        num_sizes: of images in training; each has separate graphs.
     """
     if keys.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
@@ -201,16 +203,15 @@ def apply(model: Network, keys: SpeedKeys, precision: str | None, *, num_sizes: 
 # --- memory format ---
 
 
-def use_channels_last(model: Network) -> None:
+def use_channels_last(model: SpeedModel) -> None:
     """Use NHWC for weights, inputs and all tensors between the denoiser's convolutions.
 
     diffusers 0.39 returns to NCHW at the end of each transformer, and in training at each shortcut of a residual block.
     So the classes of these layers in this model are replaced. Names do not change, and other models are not affected.
     """
     model.memory_format = torch.channels_last
-    if (
-        torch.version.hip is not None
-    ):  # without it torch converts each input to NCHW for MIOpen (pytorch pull request 63617)
+    if torch.version.hip is not None:
+        # Without it torch converts each input to NCHW for MIOpen (pytorch pull request 63617).
         os.environ.setdefault("PYTORCH_MIOPEN_SUGGEST_NHWC", "1")
     for network in (model.denoiser, *model.frozen.values()):
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types leave it out
@@ -282,9 +283,8 @@ def attention_processor(attention: str, theirs: Any) -> Any:
             **more: Any,
         ) -> Tensor:
             text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
-            own = hidden_states.shape[
-                1
-            ]  # where image and text attend to each other, their sum is a multiple if both are
+            own = hidden_states.shape[1]
+            # Where image and text attend to each other, the sum of their lengths is a multiple if both are.
             with sdpa_kernel(BACK_ENDS[back_end_for(attention, (own, text or own))]):
                 return super().__call__(attn, hidden_states, encoder_hidden_states, *rest, **more)
 
@@ -301,7 +301,7 @@ def back_end_for(attention: str, lengths: tuple[int, int]) -> str:
 # --- compilation ---
 
 
-def compile_networks(model: Network, keys: SpeedKeys, num_sizes: int = 1) -> None:
+def compile_networks(model: SpeedModel, keys: SpeedKeys, num_sizes: int = 1) -> None:
     """Compile denoiser and encoders in place, for training, evaluation and sampling; names do not change.
 
     Shapes are static: at a second shape inductor would make the graph dynamic, which also turns off its NHWC pass. If a
@@ -320,21 +320,21 @@ def compile_networks(model: Network, keys: SpeedKeys, num_sizes: int = 1) -> Non
         torch._dynamo.config.optimize_ddp = False
     model.replays_graphs = keys.cuda_graphs
     for part in denoiser_parts(model.denoiser, keys.compile):
-        ways = _ways(inductor_options(keys))
+        arguments = _compile_arguments(keys)
         if keys.sharding == "off":
-            part.compile(fullgraph=True, **ways)
-        else:  # around the graph its weights are gathered and given up, which is none of it
-            part.forward = torch.compile(part.forward, fullgraph=True, **ways)
+            part.compile(fullgraph=True, **arguments)
+        else:  # weights are gathered and freed around the graph, not in it
+            part.forward = torch.compile(part.forward, fullgraph=True, **arguments)
     # No CUDA graphs here: the denoiser's input would be a graph's memory, which torch refuses (pytorch issue 152887).
     without_graphs = dataclasses.replace(keys, cuda_graphs=False)
     for network in model.frozen.values():
         for part in _frozen_parts(network):
-            part.compile(**_ways(inductor_options(without_graphs)))
+            part.compile(**_compile_arguments(without_graphs))
 
 
-def _ways(options: dict[str, Any]) -> dict[str, Any]:
-    ways = {"dynamic": False, "backend": BACKEND}
-    return {**ways, "options": options or None} if BACKEND == "inductor" else ways
+def _compile_arguments(keys: SpeedKeys) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"dynamic": False, "backend": BACKEND}
+    return {**arguments, "options": inductor_options(keys) or None} if BACKEND == "inductor" else arguments
 
 
 def inductor_options(keys: SpeedKeys) -> dict[str, Any]:
@@ -361,3 +361,101 @@ def num_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
+
+
+# --- A denoiser's blocks ---
+
+OF_TRANSFORMERS = ("transformer_blocks", "single_transformer_blocks", "blocks")
+"""What diffusers' transformers of images and videos call the lists of their blocks."""
+
+
+def blocks_of(denoiser: nn.Module, of_unet: type[nn.Module] | None = None) -> list[nn.Module]:
+    """Return a denoiser's residual blocks, its UNet's transformers, and the blocks of a transformer.
+
+    Args:
+        of_unet: which transformers of a UNet; None: diffusers' Transformer2DModel, which holds several blocks.
+    """
+    from diffusers.models import Transformer2DModel
+    from diffusers.models.resnet import ResnetBlock2D
+
+    own = Transformer2DModel if of_unet is None else of_unet
+    matches = [module for module in denoiser.modules() if isinstance(module, (ResnetBlock2D, own))]
+    lists = [getattr(denoiser, name, ()) for name in OF_TRANSFORMERS]
+    return matches or [block for blocks in lists for block in blocks]
+
+
+def denoiser_parts(denoiser: nn.Module, how: str) -> list[nn.Module]:
+    """Return the parts of a denoiser that are compiled one by one: all of it, or its residual blocks and transformers."""
+    return [denoiser] if how == "whole" else blocks_of(denoiser)
+
+
+def checkpoint_blocks(denoiser: nn.Module, fraction: float) -> int:
+    """Recompute a fraction of the denoiser's blocks in the backward pass; return their number.
+
+    Blocks are residual blocks and transformer blocks. The chosen ones are spread evenly: the first and the last are the
+    largest. We replace their classes and do not use diffusers' own switch: that one wraps the call from outside the
+    compiled block (compile=blocks), where dynamo does not see it.
+    """
+    if fraction <= 0.0:
+        return 0
+    from diffusers.models.attention import BasicTransformerBlock
+
+    blocks: list[Any] = blocks_of(denoiser, BasicTransformerBlock)
+    chosen = [block for n, block in enumerate(blocks) if int((n + 1) * fraction) > int(n * fraction)]
+    for block in chosen:
+        block.__class__ = _checkpointed(block.__class__)
+    return len(chosen)
+
+
+@functools.cache
+def _checkpointed(block: Any) -> type[nn.Module]:  # block: a class of modules
+    class CheckpointedBlock(block):
+        def forward(self, *args: Any, **more: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return super().forward(*args, **more)
+            return checkpoint(super().forward, *args, use_reentrant=False, **more)
+
+    CheckpointedBlock.__name__ = f"CheckpointedBlock{block.__name__}"
+    return CheckpointedBlock
+
+
+# --- inductor's cache on disk ---
+#
+# torch 2.10 has g++ write each library to its final name (`CppBuilder.build`), and never looks at one that is there
+# (`_worker_compile_cpp`). If the process was killed then, every later start ends with "file too short" or
+# "invalid ELF header". A probe of the CPU's vector instructions that is cut off is worse: it counts as "not supported",
+# and the kernels are slow without a word.
+
+
+def remove_unfinished_libraries() -> None:
+    """Remove the libraries that are cut off; inductor builds them again. Each rank calls it before it compiles.
+
+    Inductor's lock of a library is held during that. A library whose lock another process holds is skipped.
+    """
+    # torch's own default: https://docs.pytorch.org/docs/2.10/user_guide/torch_compiler/torch.compiler_faq.html
+    cache_dir = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    folder = Path(cache_dir or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    for path in folder.rglob("*.so"):
+        if _is_whole(path):
+            continue
+        with contextlib.suppress(OSError):  # held, another user's, or removed by another rank
+            (folder / "locks").mkdir(exist_ok=True)
+            with FileLock(folder / "locks" / f"{path.name.partition('.')[0]}.lock", timeout=0):
+                if not _is_whole(path):
+                    path.unlink()
+                    text = f"{path} was cut off when an earlier process was killed. It is removed, and compiled again."
+                    log.warning(f"compile: {text}", extra=EVERY_RANK)
+
+
+def _is_whole(library: Path) -> bool:
+    """True for an ELF file with its table of sections, which linkers write last; True where it cannot be read."""
+    try:
+        size = library.stat().st_size
+        with open(library, "rb") as file:
+            header = file.read(64)
+    except OSError:
+        return True
+    if len(header) < 64 or not header.startswith(b"\x7fELF"):
+        return False
+    (table,), (entry_bytes, num_entries) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return bool(table + entry_bytes * num_entries <= size)

@@ -1,4 +1,4 @@
-"""Tensors by name: published weights, weight files, LDM checkpoints' names.
+"""Tensors by name: published weights, weight files, the names of LDM checkpoints, the Hugging Face Hub.
 
-Any file that reads weights imports this room. It imports only cli/.
+Any file that reads weights imports this room. It imports common/ and ranks/.
 """

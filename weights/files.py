@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".npz")
+WEIGHT_SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".npz")
 """Of files that are taken for weights, or statistics, by their names alone."""
 
-Entry = tuple[torch.dtype, tuple[int, ...]]
+TypeAndShape = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a tensor."""
 
 
-class Refused(ValueError):
+class WeightsError(ValueError):
     """This file cannot be read; the message is for the user."""
 
 
@@ -43,7 +43,7 @@ class WeightsFile:
     """Every tensor's name -> the tensor on the CPU, with type, shape and strides as stored, in the file's order."""
 
     @cached_property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, TypeAndShape]:
         """Every tensor's name -> type and shape."""
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
 
@@ -52,7 +52,7 @@ class WeightsFile:
         return self.tensors[name]
 
 
-def shown(name: str) -> str:
+def printable(name: str) -> str:
     """Return a name from a file, safe for a terminal: one line, no control characters, at most 120 letters."""
     plain = name if name.isprintable() else ascii(name)[1:-1]
     return plain if len(plain) <= 120 else f"{plain[:117]}..."
@@ -69,16 +69,16 @@ def open_weights(path: Path) -> WeightsFile:
     """
     try:
         return WeightsFile(path, _read(path))
-    except Refused:
+    except WeightsError:
         raise
     except Exception as error:  # a garbled pickle can fail in any way
-        way = "Known: safetensors and files of torch.save. It may be damaged: fetch it again"
-        raise Refused(f"{path}: cannot be read as a weights file ({_reason(error)}). {way}.") from error
+        advice = "Known: safetensors and files of torch.save. It may be damaged: fetch it again"
+        raise WeightsError(f"{path}: cannot be read as a weights file ({_reason(error)}). {advice}.") from error
 
 
 def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        raise Refused(f"{path}: there is no such file. Give a weights file (.safetensors, .ckpt, .pt, .bin).")
+        raise WeightsError(f"{path}: there is no such file. Give a weights file (.safetensors, .ckpt, .pt, .bin).")
     with open(path, "rb") as file:
         head = file.read(512)
     if head.startswith(b"PK\x03\x04"):
@@ -86,8 +86,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     if head[8:9] == b"{":
         return _load_safetensors(path)
     if head.isascii() and b"\0" not in head:  # a git-LFS pointer, or a server's page
-        begin = shown(" ".join(head.decode().split())[:40])
-        raise Refused(
+        begin = printable(" ".join(head.decode().split())[:40])
+        raise WeightsError(
             f"{path}: is text, not weights: it begins '{begin}'. Fetch the file itself (or run: git lfs pull)."
         )
     if path.suffix == ".safetensors" and head[:1] != b"\x80":
@@ -98,15 +98,15 @@ def _read(path: Path) -> dict[str, Tensor]:
 def _reason(error: Exception) -> str:
     """Return the first line of an error; of torch's long ones, the name that it does not read or the last sentence."""
     if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
-        return f"it names {shown(named[1])}, which is neither a tensor nor a plain value"
+        return f"it names {printable(named[1])}, which is neither a tensor nor a plain value"
     lines = re.sub(r"(?s).*WeightsUnpickler error: ", "", str(error)).strip().splitlines()
-    return f"{type(error).__name__}: {shown(lines[0])}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {printable(lines[0])}" if lines else type(error).__name__
 
 
 # --- several files ---
 
 
-def weight_files(names: Collection[str], stems: tuple[str, str]) -> list[str]:
+def choose_weight_files(names: Collection[str], stems: tuple[str, str]) -> list[str]:
     """Return the files of a network's folder that have its weights: one, or an index and its parts; [] for none.
 
     All bits before half of them, safetensors before a pickle, one file before several.
@@ -129,7 +129,7 @@ def weight_files(names: Collection[str], stems: tuple[str, str]) -> list[str]:
     return []
 
 
-def open_sharded(index: Path) -> WeightsFile:
+def open_sharded_weights(index: Path) -> WeightsFile:
     """Open weights that lie in several files, of which an index names each tensor's (`weight_map`).
 
     Raises:
@@ -140,13 +140,13 @@ def open_sharded(index: Path) -> WeightsFile:
         assert all(isinstance(text, str) and Path(text).name == text for text in table.values())
     except Exception as error:  # a garbled file can fail in any way
         text = "is no index of weights (JSON with weight_map: tensor -> file). Fetch it again"
-        raise Refused(f"{index}: {text}.") from error
+        raise WeightsError(f"{index}: {text}.") from error
     parts = {name: open_weights(index.with_name(name)).tensors for name in sorted(set(table.values()))}
     stored = {(tensor, name) for name, part in parts.items() for tensor in part}
     if wrong := sorted(stored ^ set(table.items())):
         tensor, name = wrong[0]
-        text = f"{len(wrong)} tensors are not in the file that it names, the first is '{shown(tensor)}' ({name})"
-        raise Refused(f"{index}: {text}. Fetch the files again, all of one revision.")
+        text = f"{len(wrong)} tensors are not in the file that it names, the first is '{printable(tensor)}' ({name})"
+        raise WeightsError(f"{index}: {text}. Fetch the files again, all of one revision.")
     return WeightsFile(index, {tensor: parts[name][tensor] for tensor, name in table.items()})
 
 
@@ -159,17 +159,17 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
     with safe_open(path, framework="pt", device="cpu") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     if not tensors:
-        raise Refused(f"{path}: holds no tensors. Give a file that does.")
+        raise WeightsError(f"{path}: holds no tensors. Give a file that does.")
     return tensors
 
 
-def check_records(path: Path, archive: zipfile.ZipFile) -> None:
+def check_zip_records(path: Path, archive: zipfile.ZipFile) -> None:
     """Raise ValueError if a record of a zip file of torch.save may be longer than the file is."""
     for record in archive.infolist():
         if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
             sizes = f"{record.compress_size:,} bytes for {record.file_size:,}"
-            way = "torch.save compresses none: save it again with torch.save, or fetch another file"
-            raise Refused(f"{path}: its record {shown(record.filename)} is compressed, {sizes}. {way}.")
+            advice = "torch.save compresses none: save it again with torch.save, or fetch another file"
+            raise WeightsError(f"{path}: its record {printable(record.filename)} is compressed, {sizes}. {advice}.")
 
 
 class _Inert:
@@ -192,8 +192,8 @@ class _InertDict:
 def _load_zip(path: Path) -> Any:
     with zipfile.ZipFile(path) as archive:
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-            raise Refused(f"{path}: is a TorchScript program, not weights. Save the state_dict of what it holds.")
-        check_records(path, archive)
+            raise WeightsError(f"{path}: is a TorchScript program, not weights. Save the state_dict of what it holds.")
+        check_zip_records(path, archive)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     stand_ins = [(_InertDict if name.lower().endswith("dict") else _Inert, name) for name in names]
     with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
@@ -208,16 +208,16 @@ def _load(path: Path, *, mmap: bool) -> Any:
 def _state_dict(path: Path, content: Any) -> dict[str, Tensor]:
     """Return the tensors in a file's dictionary."""
     if not isinstance(content, dict):
-        kind = "an object with code of its own" if isinstance(content, _Inert) else f"a {type(content).__name__}"
-        raise Refused(f"{path}: holds {kind}, no dictionary of tensors. Save the model's state_dict.")
+        kind = "an object with its own code" if isinstance(content, _Inert) else f"a {type(content).__name__}"
+        raise WeightsError(f"{path}: holds {kind}, no dictionary of tensors. Save the model's state_dict.")
     inner = content.get("state_dict")
     table = inner if isinstance(inner, dict) else content
     tensors = {name: value.detach() for name, value in table.items() if _is_plain(name, value)}
     if not tensors:
-        keys = ", ".join(shown(str(key)) for key in list(table)[:10]) or "none"
+        keys = ", ".join(printable(str(key)) for key in list(table)[:10]) or "none"
         where = " under state_dict" if table is inner else ""
-        way = 'Save the dictionary of tensors itself, or under "state_dict"'
-        raise Refused(f"{path}: holds no tensors by name: its keys{where} are {keys}. {way}.")
+        advice = 'Save the dictionary of tensors itself, or under "state_dict"'
+        raise WeightsError(f"{path}: holds no tensors by name: its keys{where} are {keys}. {advice}.")
     return tensors
 
 

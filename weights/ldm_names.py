@@ -2,8 +2,8 @@
 
 A diffusers folder has one folder per network and uses our modules' own names. An LDM file (CompVis, Stability:
 `512-base-ema.ckpt`, `v1-5-pruned-emaonly.safetensors`, `sd_xl_base_1.0.safetensors`) has all networks in one dictionary,
-under the names of the program that trained them; FLUX's (`flux1-dev.safetensors`) has its transformer alone. `source` of a
-`Network` maps our name to the file's.
+under the names of the program that trained them; FLUX's (`flux1-dev.safetensors`) has its transformer alone.
+`NetworkNames.source` maps our name to the file's.
 
     our module (diffusers, transformers)          LDM file
     vae    encoder.down_blocks.1.resnets.0.conv1  first_stage_model.encoder.down.1.block.0.conv1
@@ -13,7 +13,7 @@ under the names of the program that trained them; FLUX's (`flux1-dev.safetensors
            its EMA weights, where they are apart  model_ema.diffusion_modeloutput_blocks52conv               without the dots
     flux   single_transformer_blocks.3.attn.to_k.weight      single_blocks.3.linear1.weight, part 1 of q, k, v and the MLP
 
-Names were checked against diffusers' converter and OpenCLIP's modules (tests/test_ldm.py).
+Names were checked against diffusers' converter and OpenCLIP's modules (tests/test_published_weights.py).
 """
 
 from __future__ import annotations
@@ -26,87 +26,87 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from weights.clip_vision import NUM_UNREAD as UNREAD_OF_CLIP
-from weights.llama_text import NUM_UNREAD
+from weights.encoder_networks import NUM_UNREAD_CLIP_VISION, NUM_UNREAD_LLAMA
 
 OPEN_CLIP_PREFIX, CLIP_PREFIX = "cond_stage_model.model.", "cond_stage_model.transformer."
 SDXL_PREFIX = "conditioner.embedders."
-NOTHING = re.compile(r"(?!)")
-TRANSFORMERS, DIFFUSERS = ("model", "pytorch_model"), ("diffusion_pytorch_model", "diffusion_pytorch_model")
+MATCH_NOTHING = re.compile(r"(?!)")
+TRANSFORMERS_STEMS, DIFFUSERS_STEMS = ("model", "pytorch_model"), ("diffusion_pytorch_model", "diffusion_pytorch_model")
 CLIP_PART = re.compile(r"(text|vision)_model\.")  # begins the names in published weights; transformers 5 leaves it out
 # 0 .. 76; stored only by old transformers
 POSITION_IDS = re.compile(rf"({CLIP_PART.pattern})?embeddings\.position_ids")
 
 # Keys of config.json that no tensor's shape shows
-VAE_FACTS = ("scaling_factor", "shift_factor", "norm_num_groups", "act_fn")
-UNET_FACTS = ("attention_head_dim", "norm_num_groups", "act_fn", "flip_sin_to_cos", "freq_shift")
-TEXT_FACTS = ("hidden_act", "num_attention_heads", "layer_norm_eps")
-T5_FACTS = ("num_heads", "d_kv", "feed_forward_proj", "layer_norm_epsilon")
-LLAMA_FACTS = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-FLUX_FACTS = ("num_attention_heads", "axes_dims_rope", "guidance_embeds")
+VAE_CONFIG_KEYS = ("scaling_factor", "shift_factor", "norm_num_groups", "act_fn")
+UNET_CONFIG_KEYS = ("attention_head_dim", "norm_num_groups", "act_fn", "flip_sin_to_cos", "freq_shift")
+TEXT_CONFIG_KEYS = ("hidden_act", "num_attention_heads", "layer_norm_eps")
+T5_CONFIG_KEYS = ("num_heads", "d_kv", "feed_forward_proj", "layer_norm_epsilon")
+LLAMA_CONFIG_KEYS = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+FLUX_CONFIG_KEYS = ("num_attention_heads", "axes_dims_rope", "guidance_embeds")
 UNET_RESNET = dict(norm1="in_layers.0", conv1="in_layers.2", norm2="out_layers.0", conv2="out_layers.3")
 UNET_RESNET |= dict(time_emb_proj="emb_layers.1", conv_shortcut="skip_connection")
 
 
 @dataclass(frozen=True)
-class Source:
-    """One tensor's place: its name in the file, and what part of the file's tensor it is.
+class TensorSource:
+    """Where one of our tensors is in a file: the name there, and which part of the file's tensor it is.
 
-    With `parts` > 1 dimension 0 has that many equal slices, of which it is `span` from `part` on.
-    turned: it is the file's matrix transposed, or its two halves exchanged.
+    With `num_slices` > 1, dimension 0 of the file's tensor has that many equal slices. Ours has `slice_span` of them, from
+    number `first_slice` on.
+    layout: ours is the file's matrix transposed, or with its two halves exchanged.
     """
 
     name: str
-    part: int = 0
-    parts: int = 1
-    span: int = 1
-    turned: Literal["transposed", "halves"] | None = None
+    first_slice: int = 0
+    num_slices: int = 1
+    slice_span: int = 1
+    layout: Literal["transposed", "swapped_halves"] | None = None
 
     def shape_in_file(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the file's tensor, of which ours has this shape."""
-        if self.turned == "transposed":
+        """Return the shape of the file's tensor. `shape`: of ours."""
+        if self.layout == "transposed":
             return tuple(shape[::-1])
-        return (shape[0] * self.parts // self.span, *shape[1:]) if self.parts > 1 else tuple(shape)
+        return (shape[0] * self.num_slices // self.slice_span, *shape[1:]) if self.num_slices > 1 else tuple(shape)
 
-    def taken(self, tensor: Tensor) -> Tensor:
-        """Return our tensor of the file's."""
-        if self.parts > 1:
-            size = len(tensor) // self.parts
-            return tensor[self.part * size : (self.part + self.span) * size]
-        return self.put(tensor)
+    def extract(self, tensor: Tensor) -> Tensor:
+        """Return our tensor. `tensor`: the file's."""
+        if self.num_slices > 1:
+            size = len(tensor) // self.num_slices
+            return tensor[self.first_slice * size : (self.first_slice + self.slice_span) * size]
+        return self.change_layout(tensor)
 
-    def put(self, tensor: Tensor) -> Tensor:
-        """Return our tensor as it stands in the file, alone or as one of the parts there."""
-        if self.turned == "transposed":
+    def change_layout(self, tensor: Tensor) -> Tensor:
+        """Return a whole tensor in the other layout: ours in the file's, or the file's in ours."""
+        if self.layout == "transposed":
             return tensor.T
-        return torch.cat(tensor.chunk(2)[::-1]) if self.turned == "halves" else tensor
+        return torch.cat(tensor.chunk(2)[::-1]) if self.layout == "swapped_halves" else tensor
 
 
 @dataclass(frozen=True)
-class Network:
-    """The place of one network in published weights. Made by `vae`, `unet`, `open_clip_text` or `clip_text`.
+class NetworkNames:
+    """The names of one network's tensors in published weights. Made by `vae`, `unet`, `open_clip_text` or `clip_text`.
 
     folder: its folder, e.g. "vae", in a diffusers folder; stems: of the .safetensors and the .bin file in it.
-    prefix: in an LDM file, e.g. "first_stage_model."; source: our tensor's name -> its place after the prefix.
-    unused: names after the prefix that an LDM file may have and this network does not need; with only_folders, whole names
+    prefix: in an LDM file, e.g. "first_stage_model."; source: our tensor's name -> its source, named after the prefix.
+    unused: names after the prefix that an LDM file may have and this network does not need; with is_folder_only, whole names
         in its folder.
-    facts: key of the folder's config.json -> our module's value, for settings that no tensor's shape shows.
-    only_folders: an LDM file is not read for it, or does not tell it from another network with the same shapes.
-    alone: a single file has this network and no other one.
+    config_values: key of the folder's config.json -> our module's value, for settings that no tensor's shape shows.
+    is_folder_only: an LDM file is not read for it, or does not tell it from another network with the same shapes.
+    is_alone_in_file: a single file has this network and no other one.
     """
 
     folder: str
-    facts: Mapping[str, Any]
-    stems: tuple[str, str] = DIFFUSERS
+    config_values: Mapping[str, Any]
+    stems: tuple[str, str] = DIFFUSERS_STEMS
     prefix: str = ""
-    source: Callable[[str], Source] = Source
-    unused: re.Pattern[str] = NOTHING
-    only_folders: bool = False
-    alone: bool = False
+    source: Callable[[str], TensorSource] = TensorSource
+    unused: re.Pattern[str] = MATCH_NOTHING
+    is_folder_only: bool = False
+    is_alone_in_file: bool = False
 
 
-def vae(module: nn.Module) -> Network:
-    """Return the place of an AutoencoderKL of any depth and width."""
+def vae(module: nn.Module) -> NetworkNames:
+    """Return the names of an AutoencoderKL of any depth and width."""
     levels = len(module.config.block_out_channels)
     rules = (
         (r"down_blocks\.(\d+)\.resnets", r"down.\1.block"),
@@ -121,17 +121,17 @@ def vae(module: nn.Module) -> Network:
         (r"conv_shortcut", "nin_shortcut"),
         (r"conv_norm_out", "norm_out"),
     )
-    return Network(
+    return NetworkNames(
         folder="vae",
-        facts=_facts(module, VAE_FACTS, "AutoencoderKL"),
+        config_values=_config_values(module, VAE_CONFIG_KEYS, "AutoencoderKL"),
         prefix="first_stage_model.",
-        source=lambda name: Source(_renamed(name, rules)),
+        source=lambda name: TensorSource(_apply_rules(name, rules)),
         unused=re.compile(r"loss\.|model_ema\."),
     )
 
 
-def unet(module: nn.Module) -> Network:
-    """Return the place of Stable Diffusion's UNet2DConditionModel (1.x, 2, XL) of any depth and width.
+def unet(module: nn.Module) -> NetworkNames:
+    """Return the names of Stable Diffusion's UNet2DConditionModel (1.x, 2, XL) of any depth and width.
 
     An LDM file numbers the blocks between skip connections. Input block 0 is the first convolution; then each level has
     its layers and a downsampler. The output blocks have one layer more per level. The upsampler is the last entry of the
@@ -141,10 +141,10 @@ def unet(module: nn.Module) -> Network:
     has_attention = ["Attn" in kind for kind in module.config.up_block_types]
 
     def block(match: re.Match[str]) -> str:
-        way, level, kind, layer = match.groups()
+        direction, level, kind, layer = match.groups()
         index = stride * int(level) + int(layer)
-        place = f"input_blocks.{1 + index}" if way == "down" else f"output_blocks.{index}"
-        return f"{place}.{int(kind == 'attentions')}"
+        block_name = f"input_blocks.{1 + index}" if direction == "down" else f"output_blocks.{index}"
+        return f"{block_name}.{int(kind == 'attentions')}"
 
     def upsampler(match: re.Match[str]) -> str:
         level = int(match[1])
@@ -165,29 +165,30 @@ def unet(module: nn.Module) -> Network:
         (r"^conv_norm_out", "out.0"),
         (r"^conv_out", "out.2"),
     )
-    return Network(
+    return NetworkNames(
         folder="unet",
-        facts=_facts(module, UNET_FACTS, "UNet2DConditionModel"),
+        config_values=_config_values(module, UNET_CONFIG_KEYS, "UNet2DConditionModel"),
         prefix="model.diffusion_model.",
-        source=lambda name: Source(_renamed(name, rules)),
+        source=lambda name: TensorSource(_apply_rules(name, rules)),
     )
 
 
-def unet_of_class(module: nn.Module) -> Network:
-    """Return the place of a UNet whose class has more to it than its settings, e.g. other norms: config.json names it."""
-    place = unet(module)
-    return replace(place, facts={**place.facts, "_class_name": type(module).__name__}, only_folders=True)
+def unet_by_class(module: nn.Module) -> NetworkNames:
+    """Return the names of a UNet that its settings do not describe fully, e.g. its norms: config.json names its class."""
+    names = unet(module)
+    config_values = {**names.config_values, "_class_name": type(module).__name__}
+    return replace(names, config_values=config_values, is_folder_only=True)
 
 
-def forms(network: Network) -> dict[str, Network]:
-    """Return the ways in which a single file may hold a denoiser: name -> its place in that way.
+def list_file_layouts(network: NetworkNames) -> dict[str, NetworkNames]:
+    """Return the layouts in which a single file may hold a denoiser: layout -> the denoiser's names in it.
 
     training: as in an LDM file; ema: its EMA weights, as ldm/modules/ema.py of CompVis names them; bare: an LDM file's names
     without the prefix; own: our own names, those of a diffusers folder.
     """
     average = f"model_ema.{network.prefix.removeprefix('model.').removesuffix('.')}"
 
-    def undotted(name: str) -> Source:
+    def undotted(name: str) -> TensorSource:
         source = network.source(name)
         return replace(source, name=source.name.replace(".", ""))
 
@@ -195,7 +196,7 @@ def forms(network: Network) -> dict[str, Network]:
         "training": network,
         "ema": replace(network, prefix=average, source=undotted),
         "bare": replace(network, prefix=""),
-        "own": replace(network, prefix="", source=Source),
+        "own": replace(network, prefix="", source=TensorSource),
     }
 
 
@@ -213,104 +214,112 @@ _OPEN_CLIP_RULES = (
 )
 
 
-def _open_clip_source(name: str) -> Source:
-    place = _renamed(name, _OPEN_CLIP_RULES)
+def _open_clip_source(name: str) -> TensorSource:
+    stored_name = _apply_rules(name, _OPEN_CLIP_RULES)
     if packed := re.search(r"self_attn\.([qkv])_proj", name):
-        return Source(place, "qkv".index(packed[1]), 3)
-    return Source(place, turned="transposed" if place == "text_projection" else None)
+        return TensorSource(stored_name, "qkv".index(packed[1]), 3)
+    return TensorSource(stored_name, layout="transposed" if stored_name == "text_projection" else None)
 
 
-def open_clip_text(module: nn.Module) -> Network:
-    """Return the place of a CLIPTextModel that has all blocks but the last of an OpenCLIP text tower, as SD 2 uses it.
+def open_clip_text(module: nn.Module) -> NetworkNames:
+    """Return the names of a CLIPTextModel that has all blocks but the last of an OpenCLIP text tower, as SD 2 uses it.
 
     The file may have that last block and its `text_projection`. Files made from a diffusers folder have neither.
     """
     layers = module.config.num_hidden_layers
-    return Network(
+    return NetworkNames(
         folder="text_encoder",
-        stems=TRANSFORMERS,
+        stems=TRANSFORMERS_STEMS,
         prefix=OPEN_CLIP_PREFIX,
         source=_open_clip_source,
         unused=re.compile(rf"transformer\.resblocks\.{layers}\.|(text_projection|logit_scale|attn_mask)$"),
-        facts=_facts(module, TEXT_FACTS),
+        config_values=_config_values(module, TEXT_CONFIG_KEYS),
     )
 
 
-def clip_text(module: nn.Module) -> Network:
-    """Return the place of SD 1.x's CLIPTextModel; LDM files use transformers' own names for it."""
-    return Network(
+def clip_text(module: nn.Module) -> NetworkNames:
+    """Return the names of SD 1.x's CLIPTextModel; LDM files use transformers' own names for it."""
+    return NetworkNames(
         folder="text_encoder",
-        stems=TRANSFORMERS,
+        stems=TRANSFORMERS_STEMS,
         prefix=CLIP_PREFIX,
         unused=POSITION_IDS,
-        facts=_facts(module, TEXT_FACTS),
+        config_values=_config_values(module, TEXT_CONFIG_KEYS),
     )
 
 
-def first_text_of_xl(module: nn.Module) -> Network:
-    """Return the place of SDXL's first text encoder, SD 1.x's."""
+def sdxl_clip_text(module: nn.Module) -> NetworkNames:
+    """Return the names of SDXL's first text encoder, SD 1.x's."""
     return replace(clip_text(module), prefix=f"{SDXL_PREFIX}0.transformer.")
 
 
-def second_text_of_xl(module: nn.Module) -> Network:
-    """Return the place of SDXL's second text encoder: OpenCLIP's, whole, as a CLIPTextModelWithProjection."""
-    place = replace(clip_text(module), folder="text_encoder_2", prefix=f"{SDXL_PREFIX}1.model.")
-    return replace(place, source=_open_clip_source, unused=re.compile(r"(logit_scale|attn_mask)$"))
+def sdxl_open_clip_text(module: nn.Module) -> NetworkNames:
+    """Return the names of SDXL's second text encoder: OpenCLIP's, whole, as a CLIPTextModelWithProjection."""
+    names = replace(clip_text(module), folder="text_encoder_2", prefix=f"{SDXL_PREFIX}1.model.")
+    return replace(names, source=_open_clip_source, unused=re.compile(r"(logit_scale|attn_mask)$"))
 
 
-def t5_text_in(folder: str) -> Callable[[nn.Module], Network]:
-    """Return a function that returns the place of a T5 or UMT5 encoder in this folder; only folders are read."""
-    return in_folder(folder, None, *T5_FACTS, stems=TRANSFORMERS, unused=r"encoder\.embed_tokens\.weight")
+def t5_text_in_folder(folder: str) -> Callable[[nn.Module], NetworkNames]:
+    """Return a function that returns the names of a T5 or UMT5 encoder in this folder; only folders are read."""
+    return network_in_folder(
+        folder, None, *T5_CONFIG_KEYS, stems=TRANSFORMERS_STEMS, unused=r"encoder\.embed_tokens\.weight"
+    )
 
 
-def clip_text_in(folder: str) -> Callable[[nn.Module], Network]:
-    """Return a function that returns the place of a CLIPTextModel in this folder; only folders are read."""
-    return in_folder(folder, None, *TEXT_FACTS, stems=TRANSFORMERS, unused=POSITION_IDS.pattern)
+def clip_text_in_folder(folder: str) -> Callable[[nn.Module], NetworkNames]:
+    """Return a function that returns the names of a CLIPTextModel in this folder; only folders are read."""
+    return network_in_folder(folder, None, *TEXT_CONFIG_KEYS, stems=TRANSFORMERS_STEMS, unused=POSITION_IDS.pattern)
 
 
-def llama_text(module: nn.Module) -> Network:
-    """Return the place of HunyuanVideo's Llama, whose last layers are not read; only folders are read."""
-    unused = rf"({_layers_after(module, NUM_UNREAD)}|norm)\..*"
-    return in_folder("text_encoder", None, *LLAMA_FACTS, stems=TRANSFORMERS, unused=unused)(module)
+def llama_text(module: nn.Module) -> NetworkNames:
+    """Return the names of HunyuanVideo's Llama, whose last layers are not read; only folders are read."""
+    unused = rf"({_match_layers_after(module, NUM_UNREAD_LLAMA)}|norm)\..*"
+    return network_in_folder("text_encoder", None, *LLAMA_CONFIG_KEYS, stems=TRANSFORMERS_STEMS, unused=unused)(module)
 
 
-def clip_vision(module: nn.Module) -> Network:
-    """Return the place of Wan's image encoder, whose last layer is not read; only folders are read."""
-    unused = rf"({CLIP_PART.pattern})?encoder\.{_layers_after(module, UNREAD_OF_CLIP)}\..*"
-    facts = ("num_attention_heads", "hidden_act")
-    return in_folder("image_encoder", None, *facts, stems=TRANSFORMERS, unused=unused)(module)
+def clip_vision(module: nn.Module) -> NetworkNames:
+    """Return the names of Wan's image encoder, whose last layer is not read; only folders are read."""
+    unused = rf"({CLIP_PART.pattern})?encoder\.{_match_layers_after(module, NUM_UNREAD_CLIP_VISION)}\..*"
+    config_keys = ("num_attention_heads", "hidden_act")
+    return network_in_folder("image_encoder", None, *config_keys, stems=TRANSFORMERS_STEMS, unused=unused)(module)
 
 
-def _layers_after(module: Any, num: int) -> str:
+def _match_layers_after(module: Any, num: int) -> str:
     """Return a pattern of the layers that a published model has after the last one of a module."""
     depth = module.config.num_hidden_layers
     return rf"layers\.({'|'.join(str(depth + more) for more in range(num))})"
 
 
-def in_folder(
-    folder: str, kind: str | None, *facts: str, stems: tuple[str, str] = DIFFUSERS, unused: str = NOTHING.pattern
-) -> Callable[[nn.Module], Network]:
-    """Return a function that returns the place of a network in this folder, under its own names; only folders are read.
+def network_in_folder(
+    folder: str,
+    class_name: str | None,
+    *config_keys: str,
+    stems: tuple[str, str] = DIFFUSERS_STEMS,
+    unused: str = MATCH_NOTHING.pattern,
+) -> Callable[[nn.Module], NetworkNames]:
+    """Return a function that returns the names of a network in this folder, under its own names; only folders are read.
 
     Args:
-        kind: its class, by config.json; facts: further keys of it that no tensor's shape shows.
-        stems, unused: see Network.
+        class_name: its class in config.json; config_keys: further keys there, which no tensor's shape shows.
+        stems, unused: see NetworkNames.
     """
     pattern = re.compile(unused)
-    return lambda module: Network(folder, _facts(module, facts, kind), stems, unused=pattern, only_folders=True)
+    return lambda module: NetworkNames(
+        folder, _config_values(module, config_keys, class_name), stems, unused=pattern, is_folder_only=True
+    )
 
 
-def _facts(module: Any, keys: Iterable[str], kind: str | None = None) -> dict[str, Any]:
-    return ({"_class_name": kind} if kind else {}) | {key: getattr(module.config, key) for key in keys}
+def _config_values(module: Any, keys: Iterable[str], class_name: str | None = None) -> dict[str, Any]:
+    return ({"_class_name": class_name} if class_name else {}) | {key: getattr(module.config, key) for key in keys}
 
 
-def flux_transformer(module: nn.Module) -> Network:
-    """Return the place of FLUX's transformer. A file's matrices of q, k and v are one, in single blocks with the MLP's."""
-    return Network(
+def flux_transformer(module: nn.Module) -> NetworkNames:
+    """Return the names of FLUX's transformer. A file's matrices of q, k and v are one, in single blocks with the MLP's."""
+    return NetworkNames(
         folder="transformer",
-        facts=_facts(module, FLUX_FACTS, "FluxTransformer2DModel"),
+        config_values=_config_values(module, FLUX_CONFIG_KEYS, "FluxTransformer2DModel"),
         source=_flux_source,
-        alone=True,
+        is_alone_in_file=True,
     )
 
 
@@ -346,48 +355,49 @@ _FLUX_RULES = (
     (r"ff_context\.net\.0\.proj", "txt_mlp.0"),
     (r"ff_context\.net\.2", "txt_mlp.2"),
 )
-_OF_SINGLE_BLOCK = 7  # slices of its first matrix: q, k, v and the MLP, which is four times as wide
+_NUM_SINGLE_BLOCK_SLICES = 7  # slices of its first matrix: q, k, v and the MLP, which is four times as wide
 
 
-def _flux_source(name: str) -> Source:
-    place = _renamed(name, _FLUX_RULES)
-    is_single = place.startswith("single_blocks.")
+def _flux_source(name: str) -> TensorSource:
+    stored_name = _apply_rules(name, _FLUX_RULES)
+    is_single = stored_name.startswith("single_blocks.")
     if packed := re.search(r"attn\.(?:to|add)_([qkv])(?:_proj)?\.", name):
-        return Source(place, "qkv".index(packed[1]), _OF_SINGLE_BLOCK if is_single else 3)
+        return TensorSource(stored_name, "qkv".index(packed[1]), _NUM_SINGLE_BLOCK_SLICES if is_single else 3)
     if is_single and ".proj_mlp." in name:
-        return Source(place, 3, _OF_SINGLE_BLOCK, span=4)
-    return Source(place, turned="halves" if place.startswith("final_layer.adaLN") else None)
+        return TensorSource(stored_name, 3, _NUM_SINGLE_BLOCK_SLICES, slice_span=4)
+    return TensorSource(stored_name, layout="swapped_halves" if stored_name.startswith("final_layer.adaLN") else None)
 
 
-def stored_name(name: str, names: Collection[str], before: str = "") -> str:
+def find_stored_name(name: str, names: Collection[str], prefix: str = "") -> str:
     """Return a tensor's name in a file: without CLIP_PART if transformers 5 wrote the file.
 
     Args:
         name: our name, with the file's prefix.
         names: all names in the file.
-        before: the file's prefix, e.g. "cond_stage_model.transformer.".
+        prefix: the file's, e.g. "cond_stage_model.transformer.".
     """
-    rest = name.removeprefix(before)
-    bare = before + rest[match.end() if (match := CLIP_PART.match(rest)) else 0 :]
-    return bare if name not in names and bare in names else name
+    short_name = name.removeprefix(prefix)
+    bare_name = prefix + short_name[match.end() if (match := CLIP_PART.match(short_name)) else 0 :]
+    return bare_name if name not in names and bare_name in names else name
 
 
-def as_ldm(networks: Iterable[tuple[nn.Module, Network]]) -> dict[str, Tensor]:
-    """Return all tensors of modules under their names in an LDM file: `source` turned round.
+def to_ldm_tensors(networks: Iterable[tuple[nn.Module, NetworkNames]]) -> dict[str, Tensor]:
+    """Return all tensors of modules under their names in an LDM file: the inverse of `source`.
 
-    Packed projections are put together. The VAE's attention has 1 x 1 convolutions there, where we have linear layers.
+    Packed projections are joined. The VAE's attention has 1 x 1 convolutions there, where we have linear layers.
     """
-    parts: dict[str, dict[int, Tensor]] = {}
+    slices_by_name: dict[str, dict[int, Tensor]] = {}
     for module, network in networks:
         for name, tensor in module.state_dict().items():
             source = network.source(name)
             if ".attn_1." in source.name and tensor.dim() == 2:
                 tensor = tensor[:, :, None, None]
-            parts.setdefault(network.prefix + source.name, {})[source.part] = source.put(tensor)
-    return {name: torch.cat([by_part[n] for n in sorted(by_part)]) for name, by_part in parts.items()}
+            slices = slices_by_name.setdefault(network.prefix + source.name, {})
+            slices[source.first_slice] = source.change_layout(tensor)
+    return {name: torch.cat([slices[n] for n in sorted(slices)]) for name, slices in slices_by_name.items()}
 
 
-def _renamed(name: str, rules: Iterable[tuple[str, Any]]) -> str:
+def _apply_rules(name: str, rules: Iterable[tuple[str, Any]]) -> str:
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
     return name

@@ -1,4 +1,4 @@
-"""The keys of prepare.laion: one YAML for the whole way."""
+"""The keys of prepare.laion: one YAML for all of its stages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli.command_line import Problem
-from cli.limits import limited, prose
-from prepare.engines import EngineKeys, check_keys
+from common.command_line import Problem
+from common.value_types import limited, prose
+from prepare.engines import EngineKeys, check_engine_keys
 
 METADATA, FILTERED, TARS = "metadata", "filtered", "tars"
 
@@ -46,9 +46,9 @@ class FilterConfig:
     min_similarity: float | None = limited(None, -1, 100)
     """Least similarity of image and caption."""
     max_unsafe: float | None = limited(None, 0, 1)
-    """Most of `punsafe`, the probability that a picture is unsafe."""
+    """Most of `punsafe`, the probability that an image is unsafe."""
     max_watermark: float | None = limited(None, 0, 1)
-    """Most of `pwatermark`, the probability that a picture has a watermark."""
+    """Most of `pwatermark`, the probability that an image has a watermark."""
     unique: str | None = None
     """Of rows with the same value in this column the first alone is wanted; url: that of the URLs. null: all."""
     rows_per_tar: int = limited(10_000, 1, 10**6)
@@ -57,26 +57,26 @@ class FilterConfig:
 
 @dataclass(frozen=True)
 class ImagesConfig:
-    """How pictures are downloaded: img2dataset's own names, where it has them."""
+    """How images are downloaded: img2dataset's own names, where it has them."""
 
     threads: int = limited(64, 1, 1024)
     """Downloads at once, of each process."""
     timeout_sec: int = limited(10, 1, 600)
     """Longest silence of a host."""
     most_sec: int = limited(60, 1, 3600)
-    """Longest time for one picture."""
+    """Longest time for one image."""
     most_mib: int = limited(64, 1, 255)
     """Largest file; a longer one is left before its end."""
     retries: int = limited(0, 0, 20)
-    """Further tries for each picture."""
+    """Further tries for each image."""
     allow_private: bool = False
     """Ask hosts at private, loopback, link-local and other addresses that are not public too."""
     resize_mode: Literal["no", "keep_ratio", "center_crop", "border", "keep_ratio_largest"] = "no"
-    """img2dataset's way of resizing, to image_size."""
+    """How img2dataset resizes, to image_size."""
     image_size: int = limited(512, 1, 16384)
-    """Pixels, where resize_mode is not `no`. Smaller pictures are not enlarged."""
+    """Pixels, where resize_mode is not `no`. Smaller images are not enlarged."""
     skip_reencode: bool = True
-    """Keep a JPEG's own bytes where it is not resized. false: as the reference, write each anew."""
+    """Keep a JPEG's own bytes if it is not resized. false: as the reference, write each anew."""
     encode_quality: int = limited(95, 1, 100)
     """Quality of the JPEGs that are written."""
     exif: bool = False
@@ -98,22 +98,22 @@ class LaionConfig(EngineKeys):
     filter: FilterConfig = field(default_factory=FilterConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
 
-    def inside(self, name: str) -> Path:
-        """Return a folder of this way."""
+    def subfolder(self, name: str) -> Path:
+        """Return a subfolder of `folder`."""
         assert self.folder is not None
         return Path(self.folder, name)
 
 
 def check(config: LaionConfig) -> list[Problem]:
     """Return every problem that can be found before anything is read."""
-    found = check_keys(config)
+    problems = check_engine_keys(config)
     if config.folder is None:
-        found.append(Problem("folder: not given. Give the folder of the metadata, rows and tars.", ("folder",)))
+        problems.append(Problem("folder: not given. Give the folder of the metadata, rows and tars.", ("folder",)))
     try:
         is_numbered = (urls := config.metadata.urls) is None or urls.format(part=0) != urls.format(part=1)
     except (ValueError, LookupError, AttributeError, TypeError):
         is_numbered = False
     if not is_numbered:
         text = f"metadata.urls: {config.metadata.urls} is no address of parts. Write {{part}} or {{part:05d}} in it."
-        found.append(Problem(text, ("metadata.urls",)))
-    return found
+        problems.append(Problem(text, ("metadata.urls",)))
+    return problems

@@ -1,4 +1,4 @@
-"""The stage `images`: the pictures of the filtered rows, in tars as img2dataset writes them, a row group in each.
+"""The stage `images`: the images of the filtered rows, in tars as img2dataset writes them, a row group in each.
 
     FOLDER/tars/plan.json        the rows and the settings; another command's are refused
     FOLDER/tars/00012.tar        KEY.jpg, KEY.txt, KEY.json of each row that arrived, in the order of the rows
@@ -12,29 +12,35 @@ word, and writes a tar in the order in which hosts answer. Here a tar depends on
 from __future__ import annotations
 
 import functools
+import http.client
 import io
+import ipaddress
 import json
 import os
 import re
+import socket
 import tarfile
+import time
+import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from PIL import ExifTags, Image
 
-from cli.errors import Failed, Refused
+from common.errors import Failed, Refused
+from common.private_api import require_private_api
+from mds.images import SampleError, color_conversion, decode_image, open_image
 from prepare import tables
-from prepare.laion import hosts
+from prepare.addresses import Folder
+from prepare.arguments import RESUME_HINT
 from prepare.laion.config import TARS, LaionConfig
-from prepare.laion.filter import Run, filtered_parts, find_columns, needed, open_table
-from prepare.parts import GO_ON, Plan, begin
-from prepare.places import Folder
-from prepare.sources import known_by
-from stages.image_files import SampleError, conversion_of, open_image
-from stages.images import decode_image
+from prepare.laion.filter import RunOnEngine, filtered_parts, find_columns, import_optional, open_table
+from prepare.parts import Plan, begin_dataset
+from prepare.sources import identify_file
 
 MADE_BY = "prepare.laion images"
 RESERVED = ("key", "caption", "url", "width", "height", "original_width", "original_height", "status", "error_message")
@@ -44,7 +50,7 @@ MAX_REASON = 60
 
 
 @dataclass(frozen=True)
-class Part:
+class RowGroup:
     """A row group of a filtered file."""
 
     path: Path
@@ -52,90 +58,90 @@ class Part:
     num_rows: int
 
 
-def find_parts(config: LaionConfig) -> tuple[list[Part], list[dict[str, Any]]]:
+def find_row_groups(config: LaionConfig) -> tuple[list[RowGroup], list[dict[str, Any]]]:
     """Return the row groups of all filtered files, and what identifies the files. Raises Refused: they are not there."""
     parts, inputs = [], []
     for path in filtered_parts(config):
-        with _opened(path) as table:
+        with _open_table(path) as table:
             groups = [table.metadata.row_group(number).num_rows for number in range(table.metadata.num_row_groups)]
-        parts += [Part(path, number, num_rows) for number, num_rows in enumerate(groups)]
-        inputs.append({**known_by(path), "rows": groups})
+        parts += [RowGroup(path, number, num_rows) for number, num_rows in enumerate(groups)]
+        inputs.append({**identify_file(path), "rows": groups})
     if not parts:
         raise Refused("filter: no row is left. Loosen its conditions.")
     return parts, inputs
 
 
-def _opened(path: Path) -> Any:
+def _open_table(path: Path) -> Any:
     try:
         return open_table(path, "Remove its folder, and run: python -m prepare.laion filter")
     except ValueError as error:
         raise Failed(str(error)) from error
 
 
-def name_of(number: int) -> str:
+def tar_stem(number: int) -> str:
     """Return the name of a part, as img2dataset gives it to a shard."""
     return f"{number:05d}"
 
 
-def bring_all(config: LaionConfig, run: Run) -> None:
+def download_all(config: LaionConfig, run: RunOnEngine) -> None:
     """Make the stage, or what is missing of it."""
-    img2dataset("downloader")
-    place, (parts, inputs) = Folder(str(config.inside(TARS))), find_parts(config)
+    import_img2dataset("downloader")
+    address, (parts, inputs) = Folder(str(config.subfolder(TARS))), find_row_groups(config)
     changes_nothing = ("threads", "min_success")  # of the bytes of a tar
     keys = {key: value for key, value in asdict(config.images).items() if key not in changes_nothing}
-    with place.only_writer():
-        begin(place, Plan(MADE_BY, "tars", {}, 0, {"images": keys}, inputs))
-        there = place.names()
-        todo = [number for number in range(len(parts)) if f"{name_of(number)}.json" not in there]
-        run(functools.partial(bring_part, place, parts, config), todo, [part.num_rows for part in parts], "images")
-        place.clear_scratch()
+    with address.lock_for_writing():
+        begin_dataset(address, Plan(MADE_BY, "tars", {}, 0, {"images": keys}, inputs))
+        existing_files = address.list_files()
+        todo = [number for number in range(len(parts)) if f"{tar_stem(number)}.json" not in existing_files]
+        run(functools.partial(download_part, address, parts, config), todo, [part.num_rows for part in parts], "images")
+        address.clear_scratch()
 
 
-def bring_part(place: Folder, parts: Sequence[Part], config: LaionConfig, number: int) -> int:
-    """Download the pictures of one part; return how many rows it has.
+def download_part(address: Folder, parts: Sequence[RowGroup], config: LaionConfig, number: int) -> int:
+    """Download the images of one part; return how many rows it has.
 
     Raises:
         Failed: too few arrived for it to be the hosts' fault.
     """
-    part, name = parts[number], name_of(number)
-    with place.scratch_folder() as folder:
+    part, name = parts[number], tar_stem(number)
+    with address.scratch_folder() as folder:
         rows = folder / "rows.feather"
-        downloader = downloader_for(config, folder, write_rows(part, config, rows))
+        downloader = build_downloader(config, folder, write_rows(part, config, rows))
         most_bytes, most_sec = config.images.most_mib * 2**20, float(config.images.most_sec)
-        hosts.install(most_bytes, most_sec, allow_private=config.images.allow_private)
+        install_bounded_opener(most_bytes, most_sec, allow_private=config.images.allow_private)
         downloader.download_shard((number, str(rows)))
-        statuses = needed("pyarrow.parquet").read_table(folder / f"{name}.parquet").sort_by("key")
-        if len(statuses) < part.num_rows:  # img2dataset prints an error of its writer, and goes on
+        statuses = import_optional("pyarrow.parquet").read_table(folder / f"{name}.parquet").sort_by("key")
+        if len(statuses) < part.num_rows:  # img2dataset prints an error of its writer, and continues
             text = f"images: {part.num_rows - len(statuses):,} rows of {name}.tar could not be written"
-            raise Failed(f"{text}. Look for room at {place.address}. {GO_ON}.")
-        kept, left_out = counts_of(statuses)
-        if kept < int(config.images.min_success * part.num_rows):  # a few rows may well be all of dead hosts
+            raise Failed(f"{text}. Look for room at {address.location}. {RESUME_HINT}.")
+        num_arrived, left_out = count_statuses(statuses)
+        if num_arrived < int(config.images.min_success * part.num_rows):  # a few rows may well be all of dead hosts
             why = ", ".join(f"{text}: {num:,}" for text, num in left_out.most_common(3))
-            text = f"images: of {part.num_rows:,} rows of {part.path.name} {kept:,} arrived ({why})"
-            raise Failed(f"{text}. Look at the network; images.min_success=0 takes it as it is. {GO_ON}.")
+            text = f"images: of {part.num_rows:,} rows of {part.path.name} {num_arrived:,} arrived ({why})"
+            raise Failed(f"{text}. Look at the network; images.min_success=0 takes it as it is. {RESUME_HINT}.")
         sort_tar(folder / f"{name}.tar", folder / "sorted" / f"{name}.tar")
         table = folder / "sorted" / f"{name}.parquet"
-        needed("pyarrow.parquet").write_table(statuses, table, compression="zstd")
-        account = {"rows": part.num_rows, "kept": kept, "left_out": dict(left_out.most_common())}
-        place.put(f"{name}.tar", folder / "sorted" / f"{name}.tar")
-        place.put(f"{name}.parquet", table)
-    place.put_bytes(f"{name}.json", (json.dumps(account, indent=1) + "\n").encode())
+        import_optional("pyarrow.parquet").write_table(statuses, table, compression="zstd")
+        account = {"rows": part.num_rows, "kept": num_arrived, "left_out": dict(left_out.most_common())}
+        address.put(f"{name}.tar", folder / "sorted" / f"{name}.tar")
+        address.put(f"{name}.parquet", table)
+    address.put_bytes(f"{name}.json", (json.dumps(account, indent=1) + "\n").encode())
     return part.num_rows
 
 
-def write_rows(part: Part, config: LaionConfig, path: Path) -> list[str]:
+def write_rows(part: RowGroup, config: LaionConfig, path: Path) -> list[str]:
     """Write a part's rows as img2dataset reads them, `url` and `caption` last; return its columns."""
-    arrow = needed("pyarrow")
-    with _opened(part.path) as table:
-        found = find_columns(table.schema_arrow, config.filter, str(part.path))
+    arrow = import_optional("pyarrow")
+    with _open_table(part.path) as table:
+        columns_by_role = find_columns(table.schema_arrow, config.filter, str(part.path))
         rows = table.read_row_group(part.group)
-    own = {found["url"]: "url", found["caption"]: "caption"}
+    new_names = {columns_by_role["url"]: "url", columns_by_role["caption"]: "caption"}
     names: list[str] = []
     for name in rows.column_names:
-        names.append(own.get(name) or (f"{name}_of_table" if name in RESERVED else name))
+        names.append(new_names.get(name) or (f"{name}_of_table" if name in RESERVED else name))
         while names.count(names[-1]) > 1:
             names[-1] += "_"
-    columns = {name: _as_plain(column, name) for name, column in zip(names, rows.columns, strict=True)}
+    columns = {name: _to_plain_column(column, name) for name, column in zip(names, rows.columns, strict=True)}
     ordered = [*(name for name in names if name not in ("url", "caption")), "caption", "url"]
     rows = arrow.table({name: columns[name] for name in ordered})
     with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_file(file, rows.schema) as writer:
@@ -143,9 +149,9 @@ def write_rows(part: Part, config: LaionConfig, path: Path) -> list[str]:
     return ordered
 
 
-def _as_plain(column: Any, name: str) -> Any:
+def _to_plain_column(column: Any, name: str) -> Any:
     """Return a column as JSON has it: numbers and truth values as they are, all else as texts."""
-    arrow, kind = needed("pyarrow"), column.type
+    arrow, kind = import_optional("pyarrow"), column.type
     if arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind):
         return column
     lost = Counter[str]()
@@ -157,52 +163,52 @@ def _as_plain(column: Any, name: str) -> Any:
     return arrow.array(list(plain), arrow.string())
 
 
-def img2dataset(name: str) -> Any:
+def import_img2dataset(name: str) -> Any:
     """Return a module of it. Raises Refused: it is not installed."""
     os.environ.setdefault(
         "NO_ALBUMENTATIONS_UPDATE", "1"
     )  # which it imports, and which asks PyPI for its newest version
-    return needed(f"img2dataset.{name}")
+    return import_optional(f"img2dataset.{name}")
 
 
-def downloader_for(way: LaionConfig, folder: Path, columns: Sequence[str]) -> Any:
+def build_downloader(config: LaionConfig, folder: Path, columns: Sequence[str]) -> Any:
     """Return img2dataset's Downloader, which writes one tar into a folder."""
-    config = way.images
-    downloader, resizer, writer = map(img2dataset, ("downloader", "resizer", "writer"))
+    images = config.images
+    downloader, resizer, writer = map(import_img2dataset, ("downloader", "resizer", "writer"))
     return downloader.Downloader(
         sample_writer_class=writer.WebDatasetSampleWriter,
-        resizer=bounded(resizer.Resizer)(
-            image_size=config.image_size,
-            resize_mode=config.resize_mode,
+        resizer=bound_resizer(resizer.Resizer)(
+            image_size=images.image_size,
+            resize_mode=images.resize_mode,
             resize_only_if_bigger=True,
-            encode_quality=config.encode_quality,
-            skip_reencode=config.skip_reencode,
+            encode_quality=images.encode_quality,
+            skip_reencode=images.skip_reencode,
         ),
-        thread_count=min(config.threads, way.filter.rows_per_tar),
+        thread_count=min(images.threads, config.filter.rows_per_tar),
         save_caption=True,
-        extract_exif=config.exif,
+        extract_exif=images.exif,
         output_folder=str(folder),
         column_list=list(columns),
-        timeout=config.timeout_sec,
-        number_sample_per_shard=way.filter.rows_per_tar,  # how many digits of a key are the row's
+        timeout=images.timeout_sec,
+        number_sample_per_shard=config.filter.rows_per_tar,  # how many digits of a key are the row's
         oom_shard_count=5,
         compute_hash="sha256",
         verify_hash_type=None,
         encode_format="jpg",
-        retries=config.retries,
+        retries=images.retries,
         user_agent_token="img2dataset",
         disallowed_header_directives=OPT_OUTS,
     )
 
 
-def counts_of(statuses: Any) -> tuple[int, Counter[str]]:
+def count_statuses(statuses: Any) -> tuple[int, Counter[str]]:
     """Return how many rows arrived, and how many others there are of each reason."""
     pairs = zip(statuses.column("status").to_pylist(), statuses.column("error_message").to_pylist(), strict=True)
-    reasons = Counter("success" if status == "success" else reason_of(message) for status, message in pairs)
+    reasons = Counter("success" if status == "success" else normalize_reason(message) for status, message in pairs)
     return reasons.pop("success", 0), reasons
 
 
-def reason_of(message: str | None) -> str:
+def normalize_reason(message: str | None) -> str:
     """Return why a row did not arrive, without what is of this row alone, or what a host likes to say."""
     text = re.sub(r"^<urlopen error (.*)>$", r"\1", " ".join((message or "no reason").split()))
     text = re.sub(r"(HTTP Error \d{3}|OpenCV).*", r"\1", text)
@@ -231,7 +237,7 @@ def sort_tar(path: Path, to: Path) -> None:
 # embedded profiles, EXIF rotation) it gets as pixels.
 
 
-def bounded(resizer: Any) -> Any:
+def bound_resizer(resizer: Any) -> Any:
     """Return a subclass of img2dataset's Resizer. Its objects take an open file; they return a JPEG, or why there is none."""
 
     class BoundedResizer(resizer):
@@ -259,13 +265,141 @@ def readable_by_opencv(content: bytes, keeps_bytes: bool) -> bytes:
         with open_image(content) as image:
             is_jpeg = image.format in ("JPEG", "MPO")
             is_upright = keeps_bytes or image.getexif().get(ExifTags.Base.Orientation, 1) == 1
-            is_kept = is_jpeg and is_upright and (keeps_bytes or conversion_of(image) is None)
+            is_readable = is_jpeg and is_upright and (keeps_bytes or color_conversion(image) is None)
     except SampleError:
         raise
     except Exception as error:  # the decoders raise OSError, SyntaxError, ValueError, struct.error and more
         raise SampleError("truncated or damaged image") from error
-    if is_kept:
+    if is_readable:
         return content
     file = io.BytesIO()
     Image.fromarray(decode_image(content).permute(1, 2, 0).numpy()).save(file, "BMP")
     return file.getvalue()
+
+
+# --- which hosts are asked for an image ---
+#
+# A table of URLs is anybody's: it may name a router, a machine of this network or a cloud's metadata service, also by a
+# redirect, by a name that resolves to it, or as `http://2130706433/`. So each address is checked just before a socket
+# connects.
+#
+# `install()` gives urllib, with which img2dataset downloads, an opener that knows http and https alone, asks public
+# hosts alone, and leaves an answer that is longer than `most_bytes` or takes longer than `most_sec`.
+
+NOT_PUBLIC = "not a public address"
+PROTOCOLS = ipaddress.IPv4Network("192.0.0.0/24")  # RFC 6890; older Pythons know parts of it
+UNICAST = ipaddress.IPv6Network("2000::/3")  # all that IANA gives out: iana.org/assignments/ipv6-address-space
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
+
+WHY = "a host's address is checked where a socket connects to it"
+require_private_api(http.client.HTTPConnection, "_create_connection", why=WHY)
+
+
+def is_public(address: str) -> bool:
+    """True for an address of the public internet; one of IPv6 that stands for one of IPv4 counts as that one."""
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv4Address):
+        return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip in PROTOCOLS)
+    inner = ipaddress.IPv4Address(int(ip) % 2**32) if ip in NAT64 else ip.ipv4_mapped or ip.sixtofour
+    return is_public(str(inner)) if inner else ip in UNICAST and ip.is_global
+
+
+def public_addresses(host: str, port: int | None) -> list[str]:
+    """Return the public addresses of a host. Raises OSError: it has none, or is not known."""
+    resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    public = [str(address) for address in dict.fromkeys(entry[4][0] for entry in resolved) if is_public(str(address))]
+    if not public:
+        raise OSError(NOT_PUBLIC)
+    return public
+
+
+def connect_to_public(host_and_port: tuple[str, int], *options: Any) -> socket.socket:
+    """Connect as socket.create_connection does, but to public addresses alone. Raises OSError."""
+    *earlier, last = public_addresses(*host_and_port)
+    for address in earlier:
+        try:
+            return socket.create_connection((address, host_and_port[1]), *options)
+        except OSError:
+            continue
+    return socket.create_connection((last, host_and_port[1]), *options)
+
+
+def check_for_proxy(host: str) -> None:
+    """Raise OSError if a host that a proxy would be asked for is not public. Names that it alone can resolve pass."""
+    try:
+        public_addresses(host, None)
+    except socket.gaierror:
+        return
+
+
+class BoundedStream(io.RawIOBase):
+    """A host's answer, up to a number of bytes and a time, headers and chunk lengths included."""
+
+    def __init__(self, raw: Any, most_bytes: int, most_sec: float):
+        self._raw, self._left, self._most_bytes = raw, most_bytes, most_bytes
+        self._until, self._most_sec = time.monotonic() + most_sec, most_sec
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read what has arrived. Raises OSError: it was too much, or took too long."""
+        if time.monotonic() > self._until:
+            raise TimeoutError(f"took more than {self._most_sec:g} s")
+        num = self._raw.readinto(buffer)
+        self._left -= num or 0
+        if self._left < 0:
+            raise OSError(f"more than {self._most_bytes / 2**20:g} MiB")
+        return num
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class BoundedResponse(http.client.HTTPResponse):
+    """An answer with an end."""
+
+    most_bytes, most_sec = 2**26, 60.0
+
+    def __init__(self, *arguments: Any, **more: Any):
+        super().__init__(*arguments, **more)
+        self.fp = io.BufferedReader(BoundedStream(self.fp.detach(), self.most_bytes, self.most_sec))
+
+
+def install_bounded_opener(most_bytes: int, most_sec: float, *, allow_private: bool = False) -> None:
+    """Make it urllib's opener in this process.
+
+    Args:
+        most_bytes, most_sec: of one answer.
+        allow_private: asks hosts whose addresses are not public too.
+    """
+    limited = type("LimitedResponse", (BoundedResponse,), {"most_bytes": most_bytes, "most_sec": most_sec})
+
+    def connection(kind: type, request: urllib.request.Request) -> Any:
+        """Return what makes a connection. A proxy may be anywhere; whom it is asked for may not."""
+        is_proxy = request.host != urllib.request.Request(request.full_url).host
+        if is_proxy and not allow_private:
+            check_for_proxy(unquote(urlsplit(request.full_url).hostname or ""))
+        connect = socket.create_connection if is_proxy or allow_private else connect_to_public
+        return functools.partial(_build_connection, kind, limited, connect)
+
+    class Http(urllib.request.HTTPHandler):
+        def http_open(self, request: Any) -> Any:
+            return self.do_open(connection(http.client.HTTPConnection, request), request)
+
+    class Https(urllib.request.HTTPSHandler):
+        def https_open(self, request: Any) -> Any:
+            return self.do_open(connection(http.client.HTTPSConnection, request), request)
+
+    opener, known = urllib.request.OpenerDirector(), urllib.request
+    others = known.HTTPDefaultErrorHandler, known.HTTPRedirectHandler, known.HTTPErrorProcessor
+    for handler in (known.ProxyHandler, known.UnknownHandler, Http, Https, *others):
+        opener.add_handler(handler())
+    urllib.request.install_opener(opener)
+
+
+def _build_connection(kind: type, response: type, connect: Any, host: str, **more: Any) -> Any:
+    connection = kind(host, **more)
+    connection.response_class, connection._create_connection = response, connect
+    return connection

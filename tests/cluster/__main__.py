@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from record.environment import environment
+from run_folder.environment import environment
 from tests.cluster.slurm import ROOT, Cluster, missing, two_nodes
 
 SCHEMA = 1

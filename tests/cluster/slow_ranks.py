@@ -23,7 +23,7 @@ from composer import Callback, Logger, State
 from composer.utils import dist
 
 import benchmark
-from cli.command import start
+from common.command import start
 
 RESTARTS = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
@@ -53,21 +53,21 @@ if __name__ == "__main__":
     _, seconds, num_batches, *sys.argv[1:] = sys.argv
     mark("process", psutil.Process().create_time())
     mark("imported")
-    meet, build, fit = benchmark.agreement.meet, benchmark.build_trainer, benchmark.fit
+    find_standing, build, fit = benchmark.find_standing, benchmark.build_trainer, benchmark.fit
 
-    def marked_meet(*given: Any) -> Any:
-        """Meet the others."""
+    def marked_standing(*given: Any) -> Any:
+        """Connect to the others, and find where the run stands."""
         mark("checked")
-        watch = meet(*given)
+        standing = find_standing(*given)
         mark("met")
-        return watch
+        return standing
 
     def marked_fit(*given: object) -> None:
         """Train."""
         mark("set_up")
         fit(*given)
 
-    benchmark.agreement.meet, benchmark.fit = marked_meet, marked_fit
+    benchmark.find_standing, benchmark.fit = marked_standing, marked_fit
     slowed = Slowed(float(seconds), int(num_batches))
     benchmark.build_trainer = lambda *given: build(*given[:-2], [*given[-2], slowed], given[-1])
     start(benchmark.main)

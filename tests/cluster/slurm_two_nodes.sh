@@ -10,7 +10,7 @@
 #
 # NET=netns (default): three network+UTS namespaces (ctl, node1, node2) joined by a bridge that lives inside ctl; the
 #                      root namespace gets no interface, address, route or /etc/hosts line.
-#                      /dev/shm is per node too (streaming's shared memory would collide otherwise), and so is TMPDIR.
+#                      /dev/shm is per node too, and so is TMPDIR.
 # NET=loopback       : no namespaces; both slurmd on 127.0.0.1 with their own ports (no CAP_NET_ADMIN needed).
 # CPUS=2  KILLWAIT=30  GPUS=0 (pretend GPUs per node)  CRED_EXPIRE=120 (s; a requeued job waits this long + 1)
 # SLURMD_TIMEOUT=60 (s of silence until a node is down)   PORT=16817 (loopback: PORT, PORT+1, PORT+2)

@@ -4,22 +4,24 @@
     python -m tests.faults only=kill_rank_0_checkpoint,twice_mid_epoch out=none
 
 only=ROW,...                       some of the rows (rows.py); default all
-jobs=1                             rows at once, each with its own shared memory; two ranks a row
+jobs=1                             rows at once; two ranks a row
 slack=1                            times the limits of all waits
-out=reports/results/faults.json    where the record goes; rows of one that is there stay if they are not run; none: nowhere
+out=reports/results/faults.json    the record, which keeps rows that are not run; faults.csv next to it; none: no file
 
 The run is the miniature's, on two ranks by `composer -n 2`: twelve batches at most, checkpoints, evaluations, a target and an
-MLPerf log. It trains in processes of its own, which are forked from one that has imported the libraries (tests/warm.py); in
-the rows about imports and the clock they start cold. They halt at the row's moment (trainer.py) and are hit from outside.
+MLPerf log. It trains in separate processes, forked from one that has imported the libraries (tests/warm_processes.py); in the
+rows about imports and the clock they start cold. They halt at the row's moment (trainer.py) and are hit from outside.
 
-Prints a line a row, then the table. Exit code: 0, 1 when a row is not as it should be, 2 when the words cannot be read. As
-root it goes into a mount namespace of its own, so that other runs on the machine share no memory with these.
+Prints a line a row, then the counts. Exit code: 0, 1 when a row is not as it should be, 2 when the words cannot be read. As
+root it goes into a mount namespace with a separate /dev/shm, and a row that leaves anything there is not good.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import csv
 import hashlib
+import io
 import json
 import os
 import re
@@ -39,13 +41,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from cli.files import write_json  # noqa: E402
+from common.files import write_atomic, write_json  # noqa: E402
 from tests.faults.rows import MOMENTS, ROWS, Row  # noqa: E402
 from tests.faults.runs import At, Setting, Skipped, Verdict  # noqa: E402
 
 APART = "EASEL_FAULTS_APART"
+SHARED_MEMORY = Path("/dev/shm")
 SCHEMA = 1
 DETAIL_CHARS = 400
+COLUMNS = ("row", "fault", "moment", "outcome", "exit_code", "ended_sec", "load_average", "commit")
+"""Columns of the CSV file; all but the first are keys of a row of the record."""
 RIGHTS = ("disk_", "oom_", "clock_", "store_")
 """Beginnings of rows that need root, a package or a store."""
 
@@ -101,7 +106,7 @@ def is_good(row: Row, verdict: Verdict) -> bool:
 
 def run_row(name: str, setting: Setting) -> dict[str, Any]:
     """Run a row and return its entry in the record. Raises Skipped: not on this machine."""
-    from record.environment import commit
+    from run_folder.environment import commit
 
     row, began = ROWS[name], time.monotonic()
     at = At(setting, name, row.ranks)
@@ -113,6 +118,8 @@ def run_row(name: str, setting: Setting) -> dict[str, Any]:
         verdict = Verdict(f"failed: {type(error).__name__}: {error}")
     finally:
         at.close()
+    if APART in os.environ and (left := sorted(path.name for path in SHARED_MEMORY.iterdir())):
+        verdict.problems.append(f"left in {SHARED_MEMORY}: {left}")
     if row.said is not None and not re.search(row.said, verdict.said):
         verdict.problems.append(f"no message like '{row.said}' in: {verdict.said[-1500:]}")
     if row.said is not None and f'File "{ROOT}/benchmark.py"' in verdict.said:  # the launcher's own is not ours
@@ -160,7 +167,7 @@ def run_rows(options: Options, home: Path) -> None:
 
 
 def run_beside(options: Options, home: Path) -> None:
-    """Run rows in several processes at once, each with its own shared memory and unbroken run."""
+    """Run rows in several processes at once, each with its own unbroken run."""
 
     def lane(number: int) -> None:
         out = home / f"lane{number}.json"
@@ -192,15 +199,15 @@ def counts_of(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return the table as Markdown: a line a row."""
-    lines = ["| fault | moment | outcome | all ended after | row |", "|---|---|---|---|---|"]
-    for name, row in record["rows"].items():
-        ended = "" if row["ended_sec"] is None else f"{row['ended_sec']:.0f} s"
-        lines.append(f"| {row['fault']} | {row['moment']} | {row['outcome']} | {ended} | `{name}` |")
-    return "\n".join(lines)
+    """Return the table as CSV: a line a row."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows([name, *(row[key] for key in COLUMNS[1:])] for name, row in record["rows"].items())
+    return file.getvalue()
 
 
-def said(counts: Mapping[str, int]) -> str:
+def format_counts(counts: Mapping[str, int]) -> str:
     """Return the counts in words."""
     return (
         f"{counts['injected']} faults injected: {counts['resumed']} runs resumed, {counts['went_on']} went on, "
@@ -210,7 +217,7 @@ def said(counts: Mapping[str, int]) -> str:
 
 def keep(options: Options, rows: Mapping[str, Any] | None = None, skipped: Mapping[str, str] | None = None) -> None:
     """Put rows into the record, which is made anew where there is none."""
-    from record.environment import environment
+    from run_folder.environment import environment
 
     path = Path(options.out)
     before = json.loads(path.read_text()) if path.is_file() else {"rows": {}, "skipped": {}}
@@ -231,14 +238,15 @@ def keep(options: Options, rows: Mapping[str, Any] | None = None, skipped: Mappi
         "rows": found,
     }
     write_json(path, record)
+    write_atomic(path.with_suffix(".csv"), table(record))
 
 
 def apart(words: Sequence[str]) -> None:
-    """Go into a mount namespace with shared memory of its own, where this user may; else do nothing."""
+    """Go into a mount namespace with a separate /dev/shm, where this user may; else do nothing."""
     if os.geteuid() or APART in os.environ or subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         return
     os.environ[APART] = "1"
-    inside = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+    inside = f'mount -t tmpfs tmpfs {SHARED_MEMORY} && exec "$@"'
     os.execvp(
         "unshare", ["unshare", "-m", "bash", "-c", inside, "faults", sys.executable, "-m", "tests.faults", *words]
     )
@@ -267,7 +275,7 @@ def main(words: Sequence[str]) -> int:
         (run_rows if options.jobs == 1 else run_beside)(options, home)
         record = json.loads(Path(options.out).read_text())
         is_good = all(row["good"] for name, row in record["rows"].items() if name in options.only)
-        print(f"\n{table(record)}\n\n{said(record['counts'])}; {record['seconds']} s")
+        print(f"\n{format_counts(record['counts'])}; {record['seconds']} s")
     finally:
         if is_good:
             shutil.rmtree(home, ignore_errors=True)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evaluation import unfinished
-from record.checkpoint_files import FULL, WEIGHTS, listed, read
-from record.mlperf_events import read_events
+from checkpointing.files import FULL, WEIGHTS, list_checkpoints, read_checkpoint
+from run_folder.files import EVAL_PARTS
+from run_folder.mlperf_log import read_events
 
 TRAINED = ("model", "ema", "optimizer", "schedule", "scaler")
 RESULT = ("target", "images_to_target", "fid", "clip", "batches", "loss")
@@ -20,8 +20,6 @@ WINDOW = ("images", "loss", "lr", "gradient_norm")
 SCORE = ("images", "fid", "clip", "num_images", "eval_weights")
 MAY_DIFFER = {"tracked_stats", "block_start", "block_stop", "restart"}
 """Events that a resume may add, or whose value is a speed."""
-
-Line = Mapping[str, Any]
 
 
 def bits_apart(one: Any, two: Any) -> int:
@@ -50,12 +48,13 @@ def bits_lost(run: Path, whole: Path) -> int:
     lost = 0
     for kind in (FULL, WEIGHTS):
         own, theirs = (
-            {path.name.rpartition("-")[0]: path for path in listed(of / "checkpoints", kind)} for of in (run, whole)
+            {path.name.rpartition("-")[0]: path for path in list_checkpoints(of / "checkpoints", kind)}
+            for of in (run, whole)
         )
         wanted = sorted(theirs)[-1:] if kind == FULL else sorted(theirs)
         for name in wanted:
-            there = read(theirs[name])
-            here = read(own[name]) if name in own else {}
+            there = read_checkpoint(theirs[name])
+            here = read_checkpoint(own[name]) if name in own else {}
             lost += bits_apart(*({key: each.get(key) for key in TRAINED if key in there} for each in (here, there)))
     return lost
 
@@ -138,8 +137,8 @@ def left_over(run: Path) -> Iterator[str]:
     for path in (run / "checkpoints").iterdir():
         if path.name.endswith((".tmp", ".damaged")):
             yield f"left in checkpoints/: {path.name}"
-    if any((run / unfinished.NAME).glob("*")):
-        yield f"left: {unfinished.NAME}/ of a finished evaluation"
+    if any((run / EVAL_PARTS).glob("*")):
+        yield f"left: {EVAL_PARTS}/ of a finished evaluation"
     if not (run / "summary.json").is_file():
         yield "no summary.json"
 

@@ -19,7 +19,6 @@ from tests.store.server import Store
 if TYPE_CHECKING:
     from miniature import Miniature
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "tests/faults/trainer.py"
 HALT_SEC = 180.0  # from a start to the moment at which it halts
 END_SEC = 25.0  # from a fault to the end of the last process

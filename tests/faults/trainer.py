@@ -27,12 +27,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import benchmark
 from callbacks.quality_target import QualityTarget
-from cli.command import start
-from evaluation import scoring
+from checkpointing.files import FULL, DigestingFile, file_stem
+from common.command import start
+from evaluation import generate
+from mds.fetch import RetryingStream
+from mds.moments import MomentsDataset
 from model import LatentDiffusion
-from record.checkpoint_files import FULL, DigestingFile, stem
-from stages.fetch import RetryingStream
-from stages.moments import MomentsStream
 
 FOLDER = Path(os.environ["FAULTS_FOLDER"])
 MID_EPOCH, SAVED = 3, 4  # batches: the one that halts, and the one whose checkpoint does
@@ -73,7 +73,7 @@ def halting(
 
 def is_half_written(file: DigestingFile, data: Any) -> bool:
     """True in the middle of the checkpoint after batch SAVED."""
-    return stem(FULL, SAVED) in str(file.file.name) and file.num_bytes > 100_000
+    return file_stem(FULL, SAVED) in str(file.file.name) and file.num_bytes > 100_000
 
 
 def is_training(model: LatentDiffusion, *_: Any) -> bool:
@@ -85,13 +85,13 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "start": lambda: halting(benchmark, "open_run", after=True),
     "first-step": lambda: halting(LatentDiffusion, "forward", when=is_training),
     "mid-epoch": lambda: halting(LatentDiffusion, "forward", call=MID_EPOCH, when=is_training),
-    "evaluation": lambda: halting(scoring, "generate", call=2),
+    "evaluation": lambda: halting(generate, "generate_batch", call=2),
     "checkpoint": lambda: halting(DigestingFile, "write", when=is_half_written),
     "target": lambda: halting(
         QualityTarget, "batch_checkpoint", after=True, when=lambda self, *_: self.reached is not None
     ),
     "after": lambda: halting(benchmark, "end"),
-    "data": lambda: halting(MomentsStream, "read_batch", call=MID_EPOCH),  # in the loader's worker
+    "data": lambda: halting(MomentsDataset, "read_batch", call=MID_EPOCH),  # in the loader's worker
     "fetch": lambda: halting(RetryingStream, "_download_shard", call=2),  # there too
 }
 """Where a rank halts."""

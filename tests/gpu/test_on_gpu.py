@@ -13,12 +13,14 @@ from gpu_marks import NEEDS_GPU
 from host_waits import GpuWaits, watched
 
 import benchmark
-from evaluation.meter import QUEUE_SEC, Meter, Pace
-from evaluation.scoring import EvalConfig, Scorer
+from checkpointing.files import FULL, list_checkpoints, read_checkpoint
+from evaluation.generate import QUEUE_SEC, Pace
+from evaluation.metrics import Meter
+from evaluation.scorer import EvalConfig, Scorer
+from families.encoders import ModelConfig
+from families.objectives import ObjectiveConfig
 from model import build_model
-from record.checkpoint_files import FULL, listed, read
-from zoo.model_config import ModelConfig
-from zoo.objectives import ObjectiveConfig
+from training import builders
 
 pytestmark = NEEDS_GPU
 
@@ -90,7 +92,9 @@ def test_a_run_on_a_gpu_is_saved_and_goes_on(tmp_path, precision, ema):
             assert (
                 benchmark.main([*words, f"max_duration={duration}", f"run_folder={tmp_path}", f"run_name={name}"]) == 0
             )
-    one, two = (read(listed(tmp_path / name / "checkpoints", FULL)[0]) for name in ("whole", "part"))
+    one, two = (
+        read_checkpoint(list_checkpoints(tmp_path / name / "checkpoints", FULL)[0]) for name in ("whole", "part")
+    )
     for section in (lambda content: content["model"], lambda content: content["ema"]["weights"]):
         for name, tensor in section(one).items():
             torch.testing.assert_close(tensor, section(two)[name], rtol=1e-3, atol=1e-3)
@@ -102,10 +106,13 @@ def test_the_batch_size_of_evaluation_is_tried_with_the_gradients_and_the_networ
     model = build_model(
         ModelConfig(preset="tiny", weights="random"), ObjectiveConfig(), size=(64, 64), normalize="symmetric", seed=1
     )
-    model.place(torch.device("cuda"), "bf16")
+    model.to_device(torch.device("cuda"), "bf16")
     found, tried = [], []
     scorer = Scorer(
-        EvalConfig(prompts=str(tmp_path / "prompts.tsv"), clip="random"), size=(64, 64), seed=1, found=found.append
+        EvalConfig(prompts=str(tmp_path / "prompts.tsv"), clip="random", sampler="ddim"),
+        size=(64, 64),
+        seed=1,
+        on_batch_size=found.append,
     )
     generate = model.generate
 
@@ -124,7 +131,7 @@ def test_the_batch_size_of_evaluation_is_tried_with_the_gradients_and_the_networ
 
 def test_no_step_waits_for_the_gpu_on_our_account(tmp_path, monkeypatch):
     waits = GpuWaits()
-    monkeypatch.setattr(benchmark, "Trainer", watched(benchmark.Trainer, waits, range(3, 6)))
+    monkeypatch.setattr(builders, "Trainer", watched(builders.Trainer, waits, range(3, 6)))
     words = [*TINY_RUN, "--use_synth_data", "--use_ema", "optimizer.clip_norm=1", "max_duration=8ba"]
     words += ["measure.window_batches=20", "measure.warmup_batches=0", f"run_folder={tmp_path}", "run_name=a"]
     assert benchmark.main(words) == 0
@@ -134,14 +141,14 @@ def test_no_step_waits_for_the_gpu_on_our_account(tmp_path, monkeypatch):
 
 def test_with_async_loss_no_step_waits_for_the_gpu(tmp_path, monkeypatch):
     waits = GpuWaits()
-    monkeypatch.setattr(benchmark, "NonBlockingTrainer", watched(benchmark.NonBlockingTrainer, waits, range(3, 6)))
+    monkeypatch.setattr(builders, "NonBlockingTrainer", watched(builders.NonBlockingTrainer, waits, range(3, 6)))
     words = [*TINY_RUN, "--use_synth_data", "async_loss=true", "optimizer.clip_norm=1", "max_duration=8ba"]
     words += ["measure.window_batches=20", "measure.warmup_batches=0", f"run_folder={tmp_path}", "run_name=a"]
     assert benchmark.main(words) == 0
     assert waits.found == {}
 
 
-def test_figures_are_those_of_a_cpu_although_the_next_batch_is_in_the_making():
+def test_figures_are_those_of_a_cpu():
     images = torch.rand(3, 16, 3, 96, 96, generator=torch.Generator().manual_seed(1))
     found = []
     for name in ("cpu", "cuda"):
@@ -155,10 +162,21 @@ def test_figures_are_those_of_a_cpu_although_the_next_batch_is_in_the_making():
 
 
 def test_a_stop_waits_for_a_few_seconds_of_queued_steps_at_most():
-    busy, pace, began = torch.randn(8192, 8192, device="cuda"), Pace(), time.monotonic()
-    for _ in range(100):
-        for _ in range(4):
-            busy = busy @ busy.T / 128.0  # a step of some 80 ms: 8 s in all
+    busy = torch.randn(8192, 8192, device="cuda")
+
+    def multiply(number: int) -> None:
+        for _ in range(number):
+            torch.mm(busy, busy.T)
+        torch.cuda.synchronize()
+
+    multiply(2)
+    began = time.monotonic()
+    multiply(10)
+    products_a_step = max(1, round(0.08 / (time.monotonic() - began) * 10))
+    pace, began = Pace(), time.monotonic()
+    for _ in range(100):  # 8 s in all, on whichever GPU
+        for _ in range(products_a_step):
+            torch.mm(busy, busy.T)
         pace.step()
     queued, since = time.monotonic() - began, time.monotonic()
     torch.cuda.synchronize()

@@ -33,11 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.store import processes
+from tests.store.dataset import NUM_SAMPLES, NUM_SHARDS
 from tests.store.extras import Training, sftp
 from tests.store.faults import FAULTS, PATIENCE_SEC, PLAIN_LIMIT_SEC, PREFIX, Round, Skipped
-from tests.store.readings import NAMED, OUTCOMES, RIGHT, Nursery, Orders, Reading, Verdict
+from tests.store.reader_outcomes import NAMED, OUTCOMES, RIGHT, Nursery, Orders, Reading, Verdict
 from tests.store.server import Store
-from tests.store.stage import NUM_SAMPLES, NUM_SHARDS
 
 EXTRAS = ("train", "sftp")
 KINDS = ("plain", "plain+hash", "ours")
@@ -60,12 +60,7 @@ class Options:
 def parse(words: Sequence[str]) -> Options:
     """Read the command line. Raises ValueError, with the choices."""
     options = Options()
-    choices = {
-        "only": list(FAULTS),
-        "kinds": list(KINDS),
-        "extras": [*EXTRAS, "none"],
-        "store": ["swift", "moto"],
-    }
+    choices = {"only": list(FAULTS), "kinds": list(KINDS), "extras": [*EXTRAS, "none"], "store": ["swift", "moto"]}
     for word in words:
         name, given, value = word.partition("=")
         if not given or not hasattr(options, name):

@@ -22,12 +22,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.store.faults import AWAY_SEC, EARLY, GRACE_SEC, PLAIN_STALL_SEC, Skipped
-from tests.store.readings import RIGHT, ROOT, Nursery, Reading, judge
+from tests.store.dataset import NUM_SAMPLES
+from tests.store.faults import EARLY, GRACE_SEC, PLAIN_STALL_SEC, Skipped
+from tests.store.reader_outcomes import RIGHT, ROOT, Nursery, Reading, judge
 from tests.store.server import BUCKET, Store, end, free_ports, wait_until_open
-from tests.store.stage import NUM_SAMPLES
 
 COMMAND_SEC = 240.0
+TRAIN_AWAY_SEC = 20.0  # longer than what was fetched ahead lasts, on a busy machine too
 NUM_IMAGES, GLOBAL_BATCH = 320, 4  # 80 batches; the workers read 64 samples ahead of 320
 NUM_BATCHES = NUM_IMAGES // GLOBAL_BATCH
 TRAINING = [
@@ -109,7 +110,7 @@ def run_with_the_store_stopped(store: Store, home: Path) -> tuple[int | None, in
             time.sleep(0.02)
         try:
             store.stop()
-            time.sleep(max(0.0, AWAY_SEC - store.start_sec))
+            time.sleep(TRAIN_AWAY_SEC)
         finally:
             store.heal()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -20,9 +20,9 @@ from typing import Any
 
 import xxhash
 
-from tests.store.readings import LEFT, MISSED, RIGHT, Nursery, Orders, Reading, Verdict, judge
+from tests.store.dataset import NUM_SAMPLES
+from tests.store.reader_outcomes import LEFT, MISSED, RIGHT, Nursery, Orders, Reading, Verdict, judge
 from tests.store.server import BUCKET, GUEST, SECRET, Store
-from tests.store.stage import NUM_SAMPLES
 
 PREFIX = "stage"
 EARLY = 0.2  # of the epoch: when what happens in its middle happens

@@ -1,4 +1,4 @@
-"""The harness's own processes, found by their group and by a variable that only they have, and what they leave behind."""
+"""The harness's own processes, found by their group and by a variable that only they have, and what streaming's leave."""
 
 from __future__ import annotations
 

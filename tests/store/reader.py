@@ -34,10 +34,10 @@ from filelock import FileLock
 from streaming import StreamingDataLoader, StreamingDataset
 
 from data import DataConfig, build_data
-from record.environment import environment
-from stages import fetch
-from tests.store import processes, stage
-from zoo import load_family
+from families import load_family
+from mds import fetch
+from run_folder.environment import environment
+from tests.store import dataset, processes
 
 DEVICE_BATCH = 4
 SEED = 17
@@ -78,18 +78,21 @@ def ours(task: dict[str, Any]) -> Any:
         **patience,
     )
     family = load_family("sd2", "tiny", "stock")
-    made_for = {"model.family": "sd2", "image_size": list(stage.IMAGE_SIZE)}
+    made_for = {"model.family": "sd2", "image_size": list(dataset.IMAGE_SIZE)}
     if problems := config.problems(DEVICE_BATCH * task["ranks"], made_for):
         raise ValueError("; ".join(f"{key}: {text}" for key, text in problems))
     spec = build_data(
-        config,
-        family,
-        size=stage.IMAGE_SIZE,
-        device_batch_size=DEVICE_BATCH,
-        device=torch.device("cpu"),
-        seed=SEED,
+        config, family, size=dataset.IMAGE_SIZE, device_batch_size=DEVICE_BATCH, device=torch.device("cpu"), seed=SEED
     )
     return spec.dataloader
+
+
+def shared_memory_of(loader: Any) -> tuple[int, int | None] | None:
+    """Return the number of plain streaming's shared memory and its inode; None: Easel's has no name."""
+    if not isinstance(loader.dataset, StreamingDataset):
+        return None
+    number = loader.dataset._shm_prefix_int
+    return number, processes.inode_of_number(number)
 
 
 def read(task: dict[str, Any], rank: int) -> None:
@@ -103,12 +106,10 @@ def read(task: dict[str, Any], rank: int) -> None:
         try:
             dist.initialize_dist("cpu", timeout=DIST_TIMEOUT_SEC)
             loader = ours(task) if task["kind"] == "ours" else plain(task)
-            number = loader.dataset._shm_prefix_int
-            inode = processes.inode_of_number(number)
-            tell("ready", shared_memory=[number, inode], batches=len(loader))
+            tell("ready", batches=len(loader), shared_memory=shared_memory_of(loader))
             for epoch in range(task["epochs"]):
                 for batch in loader:
-                    numbers, wrong = stage.unlike_truth(batch["moments"].numpy(), batch["tokens"].numpy())
+                    numbers, wrong = dataset.unlike_truth(batch["moments"].numpy(), batch["tokens"].numpy())
                     tell("batch", epoch=epoch, numbers=numbers, wrong=wrong)
                     time.sleep(task["pace_sec"])
                 tell("epoch", epoch=epoch)
@@ -176,7 +177,7 @@ def serve() -> tuple[dict[str, Any], int] | None:
     for path in told:  # nothing is left of them, unless the one who asked was killed
         with contextlib.suppress(OSError, ValueError):
             for line in map(json.loads, path.read_text().splitlines()):
-                if line["event"] == "ready":
+                if line["event"] == "ready" and line["shared_memory"]:
                     processes.remove_shared_memory(*line["shared_memory"])
     return None
 
@@ -192,8 +193,8 @@ def end_as_the_interpreter_does(code: int) -> None:
 
 if __name__ == "__main__":
     home = Path(sys.argv[1])
-    stage.write(home / "stage")
-    stage.truth()
+    dataset.write(home / "stage")
+    dataset.truth()
     print(json.dumps({**environment(), "hash": fetch.HASH}), flush=True)
     if found := serve():
         try:

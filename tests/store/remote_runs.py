@@ -7,14 +7,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 
 import pytest
+from test_checkpoint_uploads import bucket, main, numbers, put, read, refused, stored, whole, words_of  # noqa: F401
 from test_checkpoints import stopped_in_batch_five
-from test_remote_checkpoints import bucket, main, numbers, put, read, refused, stored, whole, words_of  # noqa: F401
-from test_remote_faults import REMOTE, at_batch, s3, train_lose_and_go_on  # noqa: F401
+from test_remote_faults import REMOTE, s3, train_lose_and_go_on  # noqa: F401
 
-from record.checkpoint_files import FULL, WEIGHTS, listed
+from checkpointing.files import FULL, WEIGHTS, list_checkpoints
 
 pytestmark = pytest.mark.timeout(500, func_only=True)
 
@@ -24,13 +23,13 @@ def test_snapshots_come_too_where_they_are_to_be_scored_here(words_of, tmp_path)
     assert main(*words_of(tmp_path, "a", *after, "max_duration=5ba")) == 0
     shutil.rmtree(tmp_path / "a")
     assert main(*words_of(tmp_path, "a", *after)) == 0
-    assert [int(path.name[10:22]) for path in listed(tmp_path / "a" / "checkpoints", WEIGHTS)] == [64, 32]
+    assert [int(path.name[10:22]) for path in list_checkpoints(tmp_path / "a" / "checkpoints", WEIGHTS)] == [64, 32]
 
 
 def test_a_store_with_damaged_checkpoints_alone_is_no_new_beginning(words_of, bucket, tmp_path, capsys):
     address, client = bucket
     assert main(*words_of(tmp_path, "a", "max_duration=5ba")) == 0
-    for path in listed(tmp_path / "a" / "checkpoints", FULL):
+    for path in list_checkpoints(tmp_path / "a" / "checkpoints", FULL):
         put(client, f"{address}/a", f"checkpoints/{path.name}", b"")
     shutil.rmtree(tmp_path / "a")
     assert refused(capsys, *words_of(tmp_path, "a")).endswith(
@@ -56,7 +55,7 @@ def test_a_damaged_record_is_named_and_nothing_is_left(words_of, bucket, tmp_pat
 
 def test_damaged_checkpoints_of_this_machine_are_no_end_where_the_store_has_whole_ones(words_of, tmp_path, capsys):
     assert main(*words_of(tmp_path, "a", "max_duration=5ba")) == 0
-    for path in listed(tmp_path / "a" / "checkpoints", FULL):
+    for path in list_checkpoints(tmp_path / "a" / "checkpoints", FULL):
         path.write_bytes(b"")
     capsys.readouterr()
     assert main(*words_of(tmp_path, "a")) == 0
@@ -72,16 +71,6 @@ def test_a_folder_that_is_newer_than_the_store_stays_and_the_store_is_brought_to
     said = capsys.readouterr().err
     assert "resumes from batch 6, 48 images" in said and "fetched" not in said
     assert numbers(address, "a", FULL) == [8, 6] and numbers(address, "a", WEIGHTS) == [64, 32]
-
-
-def test_a_run_of_the_store_goes_on_only_as_it_began_and_a_refused_start_leaves_nothing(
-    words_of, bucket, tmp_path, capsys
-):
-    assert main(*words_of(tmp_path, "a", "max_duration=5ba")) == 0
-    shutil.rmtree(tmp_path / "a")
-    said = refused(capsys, *words_of(tmp_path, "a", "seed=18"))
-    assert said.splitlines()[-1].startswith(f"seed: 18, but {tmp_path}/a was begun with 17. ")
-    assert not (tmp_path / "a").exists()
 
 
 def test_a_start_elsewhere_stops_the_one_before_and_its_files_stay_whole(
@@ -111,24 +100,11 @@ def test_a_start_elsewhere_stops_the_one_before_and_its_files_stay_whole(
 def test_a_signal_saves_and_uploads_within_the_grace(words_of, s3, tmp_path, capsys, monkeypatch):
     words = words_of(tmp_path, "a", f"save.remote={REMOTE}", "max_duration=10ba")
     assert stopped_in_batch_five(monkeypatch, signal.SIGTERM, *words) == 143
-    [path] = [path for path in listed(tmp_path / "a" / "checkpoints", FULL) if "0005-" in path.name]
+    [path] = [path for path in list_checkpoints(tmp_path / "a" / "checkpoints", FULL) if "0005-" in path.name]
     assert capsys.readouterr().err.endswith(
         f"SIGTERM: stopped after batch 5; saved {path}, in {REMOTE} too. The same command resumes it.\n"
     )
     assert numbers(REMOTE, "a", FULL)[0] == 5
-
-
-def test_a_store_that_takes_nothing_for_ever_is_left_after_the_patience(words_of, s3, tmp_path, capsys, at_batch):
-    """It takes connections, and as much as its sockets hold; it answers nothing."""
-    at_batch({4: s3.freeze})
-    words = words_of(tmp_path, "a", f"save.remote={REMOTE}", "save.patience_sec=30", "max_duration=10ba")
-    began = time.monotonic()
-    assert main(*words) == 1
-    assert time.monotonic() - began > 30  # its patience
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"save.remote: {REMOTE}/a does not have all of this run: ")
-    assert "takes the connection and does not answer" in last or "does not answer" in last or "no answer yet" in last
-    s3.thaw()
 
 
 def test_killed_and_its_folder_gone_two_ranks_with_parts_of_the_weights_go_on_from_the_store(words_of, s3, tmp_path):

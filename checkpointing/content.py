@@ -1,0 +1,221 @@
+"""What a checkpoint of a run holds, and how a run takes it up. When one is written: checkpointing/callback.py.
+
+Before anything is loaded, names, shapes and the run's `identity` are compared exactly. Where weights are shared out over the
+ranks (training/sharding.py), the same names stand for tensors of which each rank has its part.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Callback, State, Timestamp
+from torch import Tensor, nn
+
+from checkpointing import sharded
+from checkpointing.files import SCHEMA
+from common import masking
+from common.errors import ConfigError
+from ema import EMA
+from weights.tensors import (
+    canonical_name,
+    format_difference,
+    gather_tensor,
+    is_sharded_tensor,
+    local_shard,
+    shard_like,
+    tensor_specs,
+)
+
+FULL_KEYS = ("optimizer", "schedule", "scaler")
+"""What a full checkpoint has, and a snapshot has not."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A run's progress at a batch's end: images over all ranks, seconds of training since its first start."""
+
+    epoch: int
+    batch: int
+    images: int
+    batch_in_epoch: int
+    images_in_epoch: int
+    seconds: float
+
+    @classmethod
+    def of(cls, state: State) -> Progress:
+        """Read a run's progress. After the last batch of an epoch, it is the start of the next epoch."""
+        now = state.timestamp
+        if state.dataloader_len is not None and now.batch_in_epoch.value == state.dataloader_len.value:
+            now = now.to_next_epoch()
+        return cls(
+            epoch=now.epoch.value,
+            batch=now.batch.value,
+            images=now.sample.value,
+            batch_in_epoch=now.batch_in_epoch.value,
+            images_in_epoch=now.sample_in_epoch.value,
+            seconds=now.total_wct.total_seconds(),
+        )
+
+    def timestamp(self) -> Timestamp:
+        """Return it as Composer's Timestamp."""
+        return Timestamp(
+            epoch=self.epoch,
+            epoch_in_iteration=self.epoch,
+            batch=self.batch,
+            sample=self.images,
+            batch_in_epoch=self.batch_in_epoch,
+            sample_in_epoch=self.images_in_epoch,
+            total_wct=datetime.timedelta(seconds=self.seconds),
+        )
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {canonical_name(name): tensor for name, tensor in model.state_dict().items()}
+
+
+def _optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of each group's parameters; torch itself only stores positions."""
+    names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def stateful_callbacks(state: State) -> dict[str, Callback]:
+    """Name in checkpoints -> callback, for all callbacks that save state."""
+    return {c.saved_as: c for c in state.callbacks if hasattr(c, "saved_as")}
+
+
+def collect_content(
+    state: State, model: nn.Module, average: EMA | None, identity: Mapping[str, Any], *, full: bool
+) -> dict[str, Any]:
+    """Return a checkpoint's content as tensors and plain values; the tensors are not copied."""
+    content = {
+        "schema": SCHEMA,
+        "identity": dict(identity),
+        "progress": asdict(Progress.of(state)),
+        "unix_time": time.time(),
+        "model": _weights(model),
+        "ema": None if average is None else average.state_dict(),
+        "callbacks": {name: saved for name, c in stateful_callbacks(state).items() if (saved := c.state_dict())},
+    }
+    if full:
+        [optimizer], [schedule] = state.optimizers, state.schedulers
+        content |= {
+            "optimizer": {"names": _optimizer_names(model, optimizer), **optimizer.state_dict()},
+            "schedule": schedule.state_dict(),
+            "scaler": state.scaler.state_dict() if state.scaler is not None else {},
+        }
+    return content
+
+
+def gather_content(content: Any, *, here: bool) -> Any:
+    """Return a content with whole tensors on the CPU in place of those in parts; all ranks call it.
+
+    Args:
+        here: False: they are not kept on this rank.
+    """
+    if isinstance(content, Mapping):
+        return {key: gather_content(value, here=here) for key, value in content.items()}
+    if isinstance(content, Tensor) and is_sharded_tensor(content):
+        whole = gather_tensor(content)
+        return whole.cpu() if here else None
+    return content
+
+
+def restore(
+    checkpoint: tuple[Path, Mapping[str, Any]],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    average: EMA | None,
+) -> None:
+    """Load weights, optimizer, schedule and EMA weights from a checkpoint, after comparing every name and tensor spec.
+
+    Raises:
+        ConfigError: lists what does not fit; nothing has been changed then.
+    """
+    (path, content), problems = checkpoint, []
+    saved = content["optimizer"]
+    if text := format_difference(tensor_specs(_weights(model)), tensor_specs(content["model"])):
+        fix = "Use the configuration that it was made with."
+        problems.append(f"{path}: its weights do not fit the model: {text}. {fix}")
+    if saved["names"] != _optimizer_names(model, optimizer):
+        problems.append(f"{path}: its optimizer has other parameters or groups. Use optimizer.decay as it was.")
+    if (average is None) != (content.get("ema") is None):
+        contents, needed = ("EMA weights", "false") if average is None else ("no EMA weights", "true")
+        problems.append(f"ema.enabled: {needed}, but {path} has {contents}. Leave it as the run was begun.")
+    if problems:
+        raise ConfigError(problems)
+    if average is not None:
+        average.bind(model)
+        try:
+            average.load_state_dict(content["ema"])
+        except ValueError as error:
+            raise ConfigError([f"{path}: {error}"]) from error
+    load_optimizer_state(optimizer, saved)
+    schedule.load_state_dict(content["schedule"])
+    tensors = name_tensors(model, optimizer, average)
+    _copy_tensors(_weights(model), content["model"])
+    if path.is_dir():
+        is_needed = dict(sharded.flatten_tensors(content, lambda tensor: tensor.is_meta))
+        sharded.load_parts(path, {name: tensor for name, tensor in tensors.items() if name in is_needed})
+
+
+@torch.no_grad()
+def _copy_tensors(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name, of each this rank's part; those of a folder follow."""
+    for name, tensor in tensors.items():
+        if not saved[name].is_meta:
+            local_shard(tensor).copy_(shard_like(saved[name], tensor))
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Take an optimizer's groups and state: of each moment this rank's part, with its parameter's strides.
+
+    Everything is copied: on a CPU the mapped file would be used otherwise, whose disk space stays occupied. Fused kernels
+    need the parameter's strides, which differ where the checkpoint comes from a run in another memory format.
+    """
+    optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # training/low_memory_adamw.py has it: its state is no copy of the parameter.
+    begin_state = getattr(optimizer, "begin_state", None)
+    for n, parameter in enumerate(parameters):
+        saved_state = saved["state"][n]
+        if begin_state is not None:
+            state = begin_state(parameter)
+        else:
+            like = parameter.detach()
+            state = {k: torch.empty_like(like, dtype=v.dtype) for k, v in saved_state.items() if k != "step"}
+        _copy_tensors({name: moment for name, moment in state.items() if name != "step"}, saved_state)
+        at = torch.device("cpu") if begin_state is not None else parameter.device
+        optimizer.state[parameter] = {**state, "step": saved_state["step"].to(at, copy=True)}
+
+
+def name_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: EMA | None) -> dict[str, Tensor]:
+    """Return the tensors of a run by the names that they have in a checkpoint's folder."""
+    content = {
+        "model": _weights(model),
+        "ema": {} if average is None else average.state_dict(),
+        "optimizer": {"state": optimizer.state_dict()["state"]},
+    }
+    return dict(sharded.flatten_tensors(content, lambda tensor: True))
+
+
+def identity_problems(content: Mapping[str, Any], identity: Mapping[str, Any], path: Path) -> list[str]:
+    """One message for each value of a run's identity that differs between a checkpoint and this run.
+
+    A value that was given as `${...}` is not compared, because a checkpoint does not store what it resolved to.
+    """
+    saved = content["identity"]
+    return [
+        f"{key}: {value!r}, but {path} was made with {saved.get(key)!r}. A run resumes as it began: use that value, or "
+        "another run_name."
+        for key, value in identity.items()
+        if saved.get(key) != value and not masking.is_interpolated(saved.get(key))
+    ]

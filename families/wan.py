@@ -1,0 +1,221 @@
+"""Wan 2.1: transformers of up to 14 B parameters on 16-channel video latents, trained as a rectified flow; UMT5 reads.
+
+Wan Team 2025 (arXiv:2503.20314): the Wan-AI/Wan2.1-...-Diffusers models, their configurations, and diffusers' pipelines.
+
+    variant     network                           besides the caption
+    i2v         14 B, for 480 lines               the first frame: its latents, a mask, CLIP's states
+    t2v         14 B                              nothing
+    t2v_1.3b    1.3 B                             nothing
+
+Image to video: the network's 36 input channels are the noisy latent's 16; 4 of the mask, 1 where a frame is given; and the 16
+of a video that has the first frame and then grey.
+
+Shapes: B batch, F frames, H W height and width in px, L = 512 text tokens, D = 4096 width of UMT5's states, N = 257 states
+of CLIP, E = 1280 their width.
+    videos (B, 3, F, H, W) -> moments (B, 32, f, H/8, W/8) -> latents (B, 16, f, H/8, W/8), f = 1 + (F - 1) / 4
+    umt5_tokens (B, L) -> text (B, L, D), zeros after the caption
+    videos -> first_frame (B, 16, f, H/8, W/8), image_states (B, N, E)
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.value_types import ImageSize
+from families import pipeline_files
+from families.lora import ATTENTION
+from families.spec import Column, select_preset
+from families.video_family import AMD_OBJECTIVE, VideoFamily
+from weights import hub_names, ldm_names
+from weights.encoder_networks import (
+    NUM_UNREAD_CLIP_VISION,
+    T5_PAD,
+    TOKENIZER_FILE,
+    UMT5_VOCABULARY,
+    ClipVision,
+    T5Text,
+    T5Tokenizer,
+    t5_config,
+)
+
+MASK_CHANNELS = 4  # one for each frame that a latent encodes
+MAX_LATENTS_480P = (832 // 8) * (480 // 8)
+
+# vae/config.json
+LATENT_MEANS: tuple[float, ...] = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
+LATENT_MEANS += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
+LATENT_STDS: tuple[float, ...] = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
+LATENT_STDS += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
+
+# transformer/config.json; all else is the class's default
+LARGE_TRANSFORMER: dict[str, Any] = dict(num_attention_heads=40, ffn_dim=13824, num_layers=40, text_dim=4096)
+SMALL_TRANSFORMER: dict[str, Any] = dict(num_attention_heads=12, ffn_dim=8960, num_layers=30, text_dim=4096)
+TINY_TRANSFORMER: dict[str, Any] = dict(
+    num_attention_heads=2, attention_head_dim=12, ffn_dim=48, num_layers=2, text_dim=8, freq_dim=32
+)
+FULL_ENCODERS: dict[str, Any] = dict(
+    vae={},
+    umt5=dict(d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64),
+    clip=dict(
+        hidden_size=1280,
+        intermediate_size=5120,
+        num_hidden_layers=32 - NUM_UNREAD_CLIP_VISION,
+        num_attention_heads=16,
+        image_size=224,
+        patch_size=14,
+    ),
+)
+TINY_ENCODERS: dict[str, Any] = dict(
+    vae=dict(base_dim=8, num_res_blocks=1),
+    umt5=dict(d_model=8, d_kv=8, d_ff=32, num_layers=2, num_heads=2),
+    clip=dict(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    ),
+)
+SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    variant: {
+        "full": FULL_ENCODERS | {"transformer": transformer},
+        "tiny": TINY_ENCODERS | {"transformer": TINY_TRANSFORMER},
+    }
+    for variant, transformer in {
+        "i2v": LARGE_TRANSFORMER,
+        "t2v": LARGE_TRANSFORMER,
+        "t2v_1.3b": SMALL_TRANSFORMER,
+    }.items()
+}
+"""Variant -> preset -> what it sets of the libraries' classes. tiny: 2.8 M parameters with its encoders, 2.1 M of them in
+UMT5's token table."""
+ON_HUB = {"i2v": hub_names.WAN_I2V, "t2v": hub_names.WAN_T2V, "t2v_1.3b": hub_names.WAN_T2V_SMALL}
+
+
+def build(preset: str, variant: str) -> Wan:
+    """Return the family in a preset's size. Raises ValueError: an unknown preset or variant."""
+    if variant == "stock":  # the default of the key
+        variant = "i2v"
+    family = Wan(select_preset("wan", variant, preset, SIZES), variant)
+    family.hub_name = ON_HUB[variant] if preset == "full" else None
+    return family
+
+
+class Wan(VideoFamily):
+    """Implements `families.spec.Family`."""
+
+    name = "wan"
+    objective = AMD_OBJECTIVE
+    num_frames, frames_per_latent, frames_per_sec = 129, 4, 16.0
+    latent_channels = 16
+    num_tokens = 512
+    tokenizer_folders = ("tokenizer",)
+    clip_tokenizer_folder = None
+    lora_targets = ATTENTION
+    overflow_encoders = ("umt5",)
+    fp32_encoders = ("vae",)  # as in the authors' wan/modules/vae.py and the example of diffusers' WanPipeline
+
+    def __init__(self, sizes: Mapping[str, dict[str, Any]], variant: str):
+        self.sizes, self.variant = sizes, variant
+        self.has_first_frame = variant == "i2v"
+        self.text_width = sizes["umt5"]["d_model"]
+        self.umt5_tokenizer = T5Tokenizer(self.num_tokens)
+        self.latent_means, self.latent_stds = LATENT_MEANS, LATENT_STDS
+
+    def text_columns(self) -> dict[str, Column]:
+        return {"umt5_tokens": Column((self.num_tokens,), torch.int64, below=UMT5_VOCABULARY)}
+
+    def image_columns(self, size: ImageSize) -> dict[str, Column]:
+        if not self.has_first_frame:
+            return {}
+        clip = self.sizes["clip"]
+        num_states = 1 + (clip["image_size"] // clip["patch_size"]) ** 2
+        return {
+            "first_frame": Column(self.latent_shape(size), torch.float16),
+            "image_states": Column((num_states, clip["hidden_size"]), torch.float16),
+        }
+
+    def sampling_shift(self, latent: tuple[int, ...]) -> float:
+        """Return 5; for image to video of 480 lines, 832 x 480 px or less, 3: _validate_args in generate.py of Wan 2.1."""
+        return 3.0 if self.has_first_frame and latent[-2] * latent[-1] <= MAX_LATENTS_480P else 5.0
+
+    def build_denoiser(self) -> nn.Module:
+        from diffusers.models import WanTransformer3DModel
+
+        sizes, image_sizes = self.sizes["transformer"], {}
+        if self.has_first_frame:
+            width = sizes["num_attention_heads"] * sizes.get("attention_head_dim", 128)
+            channels = 2 * self.latent_channels + MASK_CHANNELS
+            image_sizes = dict(
+                in_channels=channels, image_dim=self.sizes["clip"]["hidden_size"], added_kv_proj_dim=width
+            )
+        return WanTransformer3DModel(out_channels=self.latent_channels, **sizes, **image_sizes)
+
+    def build_encoders(self) -> dict[str, nn.Module]:
+        from diffusers.models import AutoencoderKLWan
+
+        umt5 = t5_config(multilingual=True, **self.sizes["umt5"])
+        encoders: dict[str, nn.Module] = {"vae": AutoencoderKLWan(**self.sizes["vae"]), "umt5": T5Text(umt5)}
+        if self.has_first_frame:
+            from transformers import CLIPVisionConfig
+
+            encoders["clip"] = ClipVision(CLIPVisionConfig(hidden_act="gelu", **self.sizes["clip"]))
+        return encoders
+
+    def network_names(self) -> dict[str, Callable[[nn.Module], ldm_names.NetworkNames]]:
+        names: dict[str, Callable[[nn.Module], ldm_names.NetworkNames]] = {
+            "vae": ldm_names.network_in_folder("vae", "AutoencoderKLWan"),
+            "umt5": ldm_names.t5_text_in_folder("text_encoder"),
+            "denoiser": ldm_names.network_in_folder("transformer", "WanTransformer3DModel", "num_attention_heads"),
+        }
+        return names | ({"clip": ldm_names.clip_vision} if self.has_first_frame else {})
+
+    def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        return {"umt5_tokens": self.umt5_tokenizer([clean_caption(caption) for caption in captions])}
+
+    def read_tokenizers(self, folder: Path) -> None:
+        """UMT5's table of words is published with its weights; random ones read bytes."""
+        self.umt5_tokenizer = T5Tokenizer(self.num_tokens, folder / "tokenizer" / TOKENIZER_FILE)
+
+    def save_tokenizers(self, folder: Path) -> dict[str, str]:
+        published = self.umt5_tokenizer.published
+        return {"tokenizer": pipeline_files.save_t5_tokenizer(folder / "tokenizer", published, self.num_tokens)}
+
+    def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tokens = batch["umt5_tokens"].long()
+        mask = tokens != T5_PAD
+        return {"text": encoders["umt5"](tokens, mask) * mask[:, :, None]}
+
+    def encode_image_columns(self, encoders: Mapping[str, nn.Module], images: Tensor) -> dict[str, Tensor]:
+        if not self.has_first_frame:
+            return {}
+        first = torch.zeros_like(images)
+        first[:, :, 0] = images[:, :, 0]
+        means, _ = self.encode_images(encoders, first).float().chunk(2, dim=1)
+        return {"first_frame": self.normalize_latents(means), "image_states": encoders["clip"](images[:, :, 0])}
+
+    def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
+        states = None
+        if self.has_first_frame:
+            mask = torch.zeros(len(noisy), MASK_CHANNELS, *noisy.shape[2:], dtype=noisy.dtype, device=noisy.device)
+            mask[:, :, 0] = 1.0
+            noisy = torch.cat([noisy, mask, condition["first_frame"].to(noisy.dtype)], dim=1)
+            states = condition["image_states"]
+        return denoiser(
+            noisy,
+            timestep=1000.0 * times,
+            encoder_hidden_states=condition["text"],
+            encoder_hidden_states_image=states,
+            return_dict=False,
+        )[0]
+
+
+def clean_caption(caption: str) -> str:
+    """Repair a caption as its pipelines do: broken encodings, HTML entities, runs of spaces."""
+    import ftfy
+
+    text = html.unescape(html.unescape(ftfy.fix_text(caption)))
+    return re.sub(r"\s+", " ", text.strip()).strip()

@@ -1,0 +1,65 @@
+"""benchmark.py with a fault on one rank, for tests on several ranks.
+
+composer -n 2 tests/faulty_ranks.py KIND RANK BATCH words of benchmark.py ...
+
+    hang    the rank's forward pass of this batch (from 1) never ends
+    slow    each of its forward passes takes half a second more, from this batch on
+    flip    one bit of its weights flips after this batch
+    data    it reads another index.json; BATCH is not used
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from composer.utils import dist
+
+import benchmark
+from common.command import start
+from data import DataConfig
+from model import LatentDiffusion
+from training.health import RankTiming
+
+SLOW_SEC = 0.5
+
+
+def inject_fault(kind: str, at_batch: int) -> None:
+    """Make this process fail in this way."""
+    forward, batches = LatentDiffusion.forward, []
+
+    def faulty(self, batch):
+        batches.append(1)
+        while kind == "hang" and len(batches) >= at_batch:
+            time.sleep(1.0)
+        if kind == "slow" and len(batches) >= at_batch:
+            time.sleep(SLOW_SEC)
+        return forward(self, batch)
+
+    LatentDiffusion.forward = faulty
+    if kind == "flip":
+        ended = RankTiming.batch_end
+
+        def flipped(self, state, logger):
+            ended(self, state, logger)
+            if state.timestamp.batch.value == at_batch:
+                name, weight = list(state.model.named_parameters())[-1]
+                weight.data.view(torch.int32).view(-1)[0] ^= 1
+                print(f"flipped {name}", file=sys.stderr, flush=True)
+
+        RankTiming.batch_end = flipped
+    if kind == "data":
+        read = DataConfig.read
+        DataConfig.read = lambda self: [dataclasses.replace(stage, index_sha256="f" * 64) for stage in read(self)]
+
+
+if __name__ == "__main__":
+    _, kind, rank, batch, *sys.argv[1:] = sys.argv
+    if dist.get_global_rank() == int(rank):
+        inject_fault(kind, int(batch))
+    start(benchmark.main)

@@ -1,0 +1,132 @@
+"""bench/scale.py: a made-up stage that a run reads, what its readers measure, the record and its table; no speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from bench import scale, scale_reader
+from mds.dataset import read_dataset
+from mds.fetch import file_digest
+from mds.moments import MomentsDataset
+from reports import tables
+
+SHARDS, SAMPLES = 64, 16
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict:
+    """What a reader is given of a small stage."""
+    folder = tmp_path_factory.mktemp("scale")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scale, "LINKS", 40)
+        sizes = scale.make_stage(folder, SHARDS, SAMPLES)
+    return {**sizes, "stage": str(folder / "stage"), "workers": 0, "import_cpu_sec": 0.0}
+
+
+@pytest.fixture
+def given(made, tmp_path) -> dict:
+    return {**made, "cache": str(tmp_path / "cache"), "part": "start"}
+
+
+def test_a_made_up_stage_is_one_with_right_digests_and_few_files_of_its_own(made):
+    stage = read_dataset(made["stage"])
+    assert stage.num_samples == SHARDS * SAMPLES and len(stage.shards) == SHARDS == made["num_shards"]
+    files = [shard["raw_data"] for shard in stage.shards]
+    for file in files[:2] + files[-2:]:
+        path = Path(stage.location, file["basename"])
+        assert file_digest(path) == file["hashes"]["xxh64"]
+        assert path.stat().st_size == file["bytes"] == made["shard_bytes"]
+    assert len({Path(stage.location, file["basename"]).stat().st_ino for file in files}) == 2
+    assert made["index_bytes"] == Path(stage.location, "index.json").stat().st_size
+
+
+@pytest.mark.parametrize("part", ["start", "resume"])
+def test_a_start_is_its_parts(given, part):
+    found = scale_reader.start({**given, "part": part})
+    parts = [found[f"{name}_sec"] for name in ("stream", "first_batch")]
+    assert min(parts) > 0 and found["all_sec"] == pytest.approx(sum(parts)) and found["cpu_sec"] > 0
+
+
+def test_a_resume_begins_in_the_middle_of_the_epoch(given, monkeypatch):
+    begun = []
+    plain = MomentsDataset.resume
+    monkeypatch.setattr(MomentsDataset, "resume", lambda self, *at: begun.append(at) or plain(self, *at))
+    scale_reader.start({**given, "part": "resume"})
+    assert begun == [(0, SHARDS * SAMPLES // 2)]
+
+
+def test_a_reader_reads_each_shard_once_and_fetches_into_a_full_cache(given, monkeypatch):
+    monkeypatch.setattr(scale_reader, "BATCH", 8)
+    wanted = []
+    plain = MomentsDataset.read_batch
+    monkeypatch.setattr(MomentsDataset, "read_batch", lambda self, ids: wanted.extend(ids) or plain(self, ids))
+    found = scale_reader.read({**given, "shards_read": SHARDS})
+    assert sorted(wanted) == list(range(0, SHARDS * SAMPLES, SAMPLES)) and found["ms_a_shard"] > 0
+    found = scale_reader.fetch({**given, "cached_shards": 6, "fetches": 9})
+    assert 0 < found["sec"] <= found["longest_sec"]
+
+
+# --- the command ---
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200, func_only=True)
+def test_ranks_with_loader_processes_are_measured_together(tmp_path, capsys):
+    results, work = tmp_path / "scale.json", tmp_path / "work"
+    work.mkdir()
+    words = ["samples=[1024]", "samples_a_shard=16", "parts=ranks", f"results={results}", f"work={work}"]
+    assert scale.main(words) == 0
+    [size], printed = json.loads(results.read_text())["sizes"], capsys.readouterr().out.splitlines()
+    assert size["ranks_all_sec"] > size["ranks_first_batch_sec"] > 0 and size["ranks_peak_rss_mib"] > 100
+    assert size["by_round"]["ranks_all_sec"] == [size["ranks_all_sec"]] and list(work.iterdir()) == []
+    assert [line.split(":")[0] for line in printed[4:]] == ["several ranks"]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(1, "ranks ended with 1. It printed: no such luck"), (None, "ranks was not over after 1800 s. It printed: no ")],
+)
+def test_a_reader_that_fails_leaves_no_record(code, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(scale.processes, "run", lambda command, limit_sec: (code, "no such luck\n"))
+    assert scale.main(["samples=[1024]", "samples_a_shard=16", "parts=ranks", f"results={tmp_path}/scale.json"]) == 1
+    assert capsys.readouterr().err.startswith(f"scale: no record was written. {text}")
+    assert not (tmp_path / "scale.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("samples=[1500]", "samples: [1500]. Possible: whole shards of samples_a_shard=1000, 512 samples at least."),
+        ("parts=begin,read", "parts: unknown 'begin'. Known: start, resume, ranks, fetch, read."),
+        ("work=/nowhere", "work: no folder /nowhere. Make it, or leave it out."),
+    ],
+)
+def test_impossible_keys_are_named(word, text, capsys):
+    assert scale.main([word]) == 2
+    assert capsys.readouterr().err == text + "\n"
+
+
+# --- its table ---
+
+
+def record_of(*sizes: int) -> dict:
+    """A record in which a start takes 2 s, and 1 s more for ten million samples."""
+    config = {"samples_a_shard": 1000, "ranks": 2, "workers": 2, "rounds": 1}
+    figures = [{"samples": n, "start_all_sec": 2 + n / 1e7} for n in sizes]
+    load = {"load_average_before": 1.0, "load_average_after": 1.5}
+    return {"measured": "scale", "config": config, **load, "sizes": figures}
+
+
+def test_the_table_extrapolates_along_the_line_through_two_large_sizes_far_apart():
+    table = tables.table_of_scale(record_of(10_000_000, 100_000_000))
+    assert table.head[3:] == ("400,000,000, by arithmetic",)
+    assert table.rows == [("start: all, s", "3.00", "12.00", "42.00")]
+    assert tables.table_of_scale(record_of(10_000_000, 20_000_000)).rows == [("start: all, s", "3.00", "4.00")]
+    assert tables.table_of_scale(record_of(100_000_000)).rows == [("start: all, s", "12.00")]
+    committed = tables.table_of_scale(json.loads((ROOT / "reports/results/scale.json").read_text()))
+    further = {name: cell for name, _, _, cell, *_ in committed.rows}  # some rows do not grow with the dataset
+    assert further["fetch into a full cache, ms"] == "-"

@@ -1,0 +1,256 @@
+"""A run's folder with a damaged file: every reader says what is wrong and what to do (exit code 2), or continues correctly.
+
+The commands run in this process: an unexplained exception, which a user would see as a traceback, fails the test.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlperf_fixture import curves, write_run
+from test_checkpoints import newest, same_training
+
+import benchmark
+import eval as eval_command
+from checkpointing.files import FULL, WEIGHTS, list_checkpoints
+from evaluation import scores
+from evaluation.table import NEEDED, read_rows, write_rows
+from prepare import doctor
+from reports import mlperf as report
+from reports.mlperf import read_run
+from run_folder.files import evaluations_of, lost_history, read_config, read_lines, read_summary, run_id_of
+from run_folder.mlperf_log import is_begun, lost_events
+
+pytestmark = pytest.mark.timeout(200, func_only=True)
+
+CONTENTS = {
+    "emptied": lambda content, draw: b"",
+    "cut": lambda content, draw: content[: draw.randrange(1, len(content))],
+    "cut at a line": lambda content, draw: b"".join(content.splitlines(keepends=True)[: draw.randrange(1, 3)]),
+    "flipped": lambda content, draw: flipped(content, draw),
+    "garbage": lambda content, draw: draw.randbytes(300),
+    "a list": lambda content, draw: b"[1]\n",
+    "nested": lambda content, draw: b"[" * 50_000 + b"\n",
+    "of nothing": lambda content, draw: b"{}\n",
+}
+"""Kind of damage -> content, source of random numbers -> content. Besides: removed, a folder."""
+
+TEXTS = (
+    *("config.yaml", "environment.json", "starts.jsonl", "metrics.jsonl", "metrics.cut.jsonl", "bad_samples.jsonl"),
+    *("summary.json", "mlperf.log", "eval.jsonl"),
+)
+CHECKPOINTS: dict[str, Callable[[Path], list[Path]]] = {
+    "newest full": lambda folder: list_checkpoints(folder / "checkpoints", FULL)[:1],
+    "every full": lambda folder: list_checkpoints(folder / "checkpoints", FULL),
+    "newest snapshot": lambda folder: list_checkpoints(folder / "checkpoints", WEIGHTS)[:1],
+    "every snapshot": lambda folder: list_checkpoints(folder / "checkpoints", WEIGHTS),
+}
+
+
+def flipped(content: bytes, draw: random.Random) -> bytes:
+    at = draw.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :]
+
+
+def damage(folder: Path, what: str, how: str, seed: int) -> None:
+    draw = random.Random(f"{what} {how} {seed}")
+    for path in CHECKPOINTS[what](folder) if what in CHECKPOINTS else [folder / what]:
+        content = path.read_bytes()
+        path.unlink()
+        if how == "a folder":
+            path.mkdir()
+        elif how != "removed":
+            path.write_bytes(CONTENTS[how](content, draw))
+
+
+def words_of(miniature, folder: Path, *more: str) -> list[str]:
+    """Six batches of 8 with points after the third and the sixth, in training; snapshots there, checkpoints each second."""
+    scored = [
+        "eval.when=in_training",
+        "eval.every_images=24",
+        "target.fid=1e-9",
+        "mlperf.enabled=true",
+        "eval.guidance=3",
+    ]
+    saved = ["save.every_images=16", "save.snapshot_every_images=24", "ema.decay=0.5"]
+    return miniature.small(folder, "run", *scored, *saved, *more)
+
+
+@pytest.fixture(scope="module")
+def made(miniature, tmp_path_factory) -> Path:
+    """A run with every possible file."""
+    folder = tmp_path_factory.mktemp("made")
+    assert benchmark.main(words_of(miniature, folder, "max_duration=6ba")) == 0
+    assert eval_command.main([str(folder / "run")]) == 0
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "run/metrics.cut.jsonl").write_text(lines[0] + '{"batch": 1, "lo\n')
+    (folder / "run/bad_samples.jsonl").write_text('{"sample": 3, "key": "a", "reason": "b"}\n' * 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def resumed(miniature, made, tmp_path_factory) -> dict:
+    """The newest checkpoint of the run, resumed without damage."""
+    folder = tmp_path_factory.mktemp("resumed")
+    shutil.copytree(made / "run", folder / "run")
+    assert benchmark.main(words_of(miniature, folder, "max_duration=8ba")) == 0
+    return newest(folder, "run")
+
+
+@pytest.fixture
+def readers(miniature, made, resumed, tmp_path, capsys, monkeypatch) -> Callable[[str, str, int], list[str]]:
+    """Damages a copy for each reader and returns the message of each that refuses to continue."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(folder: Path) -> int:
+        return benchmark.main(words_of(miniature, folder, "max_duration=8ba"))
+
+    commands = {
+        "start": start,
+        "again": lambda folder: benchmark.main(words_of(miniature, folder, "max_duration=6ba")),
+        "eval": lambda folder: eval_command.main([str(folder / "run")]),
+        "report": lambda folder: report.main([str(folder / "run"), f"out={folder}/out"]),
+        "doctor": lambda folder: doctor.main(words_of(miniature, folder, "max_duration=8ba")) % 2 * 2,
+    }
+
+    def read(what: str, how: str, seed: int) -> dict[str, str]:
+        output = {}
+        for name, command in commands.items():
+            folder = tmp_path / name
+            shutil.copytree(made / "run", folder / "run")
+            damage(folder / "run", what, how, seed)
+            capsys.readouterr()
+            code = command(folder)
+            message = capsys.readouterr()
+            assert code in (0, 2), (name, message.err)
+            assert "Traceback" not in message.err and "the check itself failed" not in message.out, (name, message)
+            if code == 0 and name == "start":
+                assert same_training(newest(folder, "run"), resumed), name
+            output |= {name: message.err if name != "doctor" else message.out} if code == 2 else {}
+            shutil.rmtree(folder)
+            gc.collect()
+        return output
+
+    return read
+
+
+KINDS = [
+    *(("config.yaml", how) for how in ("emptied", "removed")),
+    *(("metrics.jsonl", how) for how in ("cut", "cut at a line")),
+    ("starts.jsonl", "removed"),
+    ("summary.json", "flipped"),
+    ("mlperf.log", "cut"),
+    ("eval.jsonl", "cut"),
+    ("newest full", "cut"),
+    ("every full", "removed"),
+]
+EVERY_KIND = [(what, how) for what in TEXTS for how in (*CONTENTS, "removed", "a folder")]
+EVERY_KIND.remove(("config.yaml", "nested"))  # libyaml has no limit
+EVERY_KIND += [(what, how) for what in CHECKPOINTS for how in ("emptied", "cut", "flipped", "garbage", "removed")]
+DRAWS = int(os.environ.get("EASEL_DRAWS", "0"))
+"""0: one of each of KINDS, a minute; by hand: so many of each of all kinds, ten minutes for one."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(DRAWS or 1))
+@pytest.mark.parametrize(("what", "how"), EVERY_KIND if DRAWS else KINDS)
+def test_no_damage_ends_in_a_traceback_or_another_run(readers, what, how, seed):
+    for name, text in readers(what, how, seed).items():
+        print(f"{what} {how} {seed}, {name}: {text.splitlines()[-1]}")
+
+
+# --- fast: a run that is not evaluated, and what is known before anything is built ---
+
+
+@pytest.fixture(scope="module")
+def short(miniature, tmp_path_factory) -> Path:
+    """Four batches of 8: checkpoints and snapshots after the second and the last."""
+    folder = tmp_path_factory.mktemp("short")
+    assert benchmark.main(short_words(miniature, folder, "max_duration=4ba")) == 0
+    return folder / "run"
+
+
+def short_words(miniature, folder: Path, *more: str) -> list[str]:
+    return miniature.small(folder, "run", "save.every_images=16", "save.snapshot_every_images=16", *more)
+
+
+REMOVE = "Remove it: benchmark.py then resumes from the run's newest checkpoint, and writes it again."
+FIX = "Fix it, or remove that line: what it said is then lost, the others stay."
+REFUSALS = {
+    ("summary.json", "emptied"): f"{{}} cannot be read: it is no whole JSON. {REMOVE}",
+    ("metrics.jsonl", "a list"): f"{{}}: line 1 cannot be read: '[1]' is no whole JSON object. {FIX}",
+    ("metrics.jsonl", "of nothing"): f"{{}}: line 1 cannot be read: it has no batch. {FIX}",
+    ("metrics.jsonl", "nested"): f"{{}}: line 1 cannot be read: '{40 * '['}' is no whole JSON object. {FIX}",
+    ("starts.jsonl", "a folder"): "{} cannot be read: Is a directory. It is the run's own: bring it back.",
+    (
+        "config.yaml",
+        "a list",
+    ): "{}: holds a list. A run is a mapping of keys to values. Bring back a copy, or remove it and",
+}
+
+
+@pytest.mark.parametrize(("what", "how"), REFUSALS)
+def test_a_damaged_file_is_named_by_a_start_and_by_eval_before_anything_is_built(
+    miniature, short, tmp_path, capsys, monkeypatch, what, how
+):
+    monkeypatch.setattr(benchmark, "build_networks", lambda *args: pytest.fail("it was built"))
+    folder = shutil.copytree(short, tmp_path / "run")
+    damage(folder, what, how, 0)
+    assert benchmark.main(short_words(miniature, tmp_path, "max_duration=6ba")) == 2
+    assert capsys.readouterr().err.startswith(REFUSALS[what, how].format(folder / what))
+    if what in ("summary.json", "starts.jsonl"):
+        monkeypatch.setattr(scores, "_build", lambda *args: pytest.fail("it was built"))
+        assert eval_command.main([str(folder)]) == 2
+        assert capsys.readouterr().err.startswith(REFUSALS[what, how].format(folder / what))
+
+
+@pytest.fixture(scope="module")
+def records(short, tmp_path_factory) -> Path:
+    """A folder with a record that has all files, the log of a fixture among them."""
+    folder = tmp_path_factory.mktemp("records")
+    write_run(folder / "fixture", curves(512)[0][:4], seed=1)
+    for path in short.glob("*.*"):
+        shutil.copy(path, folder) if path.is_file() else None
+    shutil.copy(folder / "fixture/mlperf.log", folder)
+    row = {**dict.fromkeys(NEEDED, 1.0), "model": "a", "snapshot": "b", "weights": "ema", "partial": False}
+    write_rows(folder / "eval.jsonl", [row, {**row, "images": 2}])
+    (folder / "bad_samples.jsonl").write_text('{"sample": 3, "key": "a", "reason": "b"}\n' * 2)
+    shutil.copy(folder / "metrics.jsonl", folder / "metrics.cut.jsonl")
+    return folder
+
+
+READERS: dict[str, list[Callable[[Path], object]]] = {
+    "config.yaml": [read_config, read_run],
+    "environment.json": [read_run],
+    "starts.jsonl": [run_id_of, lambda folder: lost_history(folder, None)],
+    "metrics.jsonl": [evaluations_of, read_run],
+    "metrics.cut.jsonl": [read_run],
+    "bad_samples.jsonl": [lambda folder: read_lines(folder / "bad_samples.jsonl")],
+    "summary.json": [lambda folder: read_summary(folder, "batches"), read_run],
+    "mlperf.log": [is_begun, lambda folder: lost_events(folder, None), read_run],
+    "eval.jsonl": [lambda folder: read_rows(folder / "eval.jsonl")],
+}
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_readers_of_the_record_read_or_name_the_file(records, tmp_path, what):
+    """Ten damages of each kind that has a position, two of the others."""
+    content, num_named = (records / what).read_bytes(), 0
+    folder = shutil.copytree(records, tmp_path / "run")
+    for how in CONTENTS.keys() - ({"nested"} if what == "config.yaml" else set()):  # libyaml has no limit
+        for seed in range(10 if how in ("cut", "flipped") and what != "config.yaml" else 2):
+            (folder / what).write_bytes(content)
+            damage(folder, what, how, seed)
+            for read_it in READERS[what]:
+                try:
+                    read_it(folder)
+                except ValueError as error:
+                    assert str(error).startswith(f"{folder / what}"), (how, seed)
+                    num_named += 1
+    assert num_named > 0 or what == "metrics.cut.jsonl"

@@ -1,0 +1,82 @@
+"""Figures of the pages about data, launching and a run from scratch: each is that of a committed record."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections import Counter
+from typing import Any
+
+from conftest import ROOT
+
+from callbacks.throughput import PEAK_TFLOPS
+from tests.store.__main__ import table as table_of_faults
+from tests.store.reader_outcomes import HANG, NAMED, RIGHT, SHORT, UNNAMED, WRONG
+
+RESULTS = ROOT / "reports/results"
+
+
+def read_page(name: str) -> str:
+    return (ROOT / f"docs/{name}.md").read_text()
+
+
+def record(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def spread(made: dict[str, Any], key: str, digits: str) -> str:
+    value, least, greatest = (format(made[f"{key}{end}"], digits) for end in ("", "_min", "_max"))
+    return f"{value} ({least} to {greatest})"
+
+
+def test_the_seconds_of_a_restart_are_those_of_the_record():
+    made = record("slurm_restarts")
+    for kind, text in (("rank", "a killed rank"), ("node", "a lost node")):
+        seconds = [each["seconds"] for each in made["rounds"] if each["kind"] == kind]
+        median = f"{statistics.median(seconds):.0f} ({min(seconds):.0f} to {max(seconds):.0f})"
+        assert f"{median} s after {text}" in read_page("launching") and made["commit"]
+
+
+def test_the_counts_of_store_faults_are_those_of_the_committed_records_and_ours_are_all_good():
+    records = {kind: record(name) for kind, name in {"plain": "store_faults", "ours": "store_faults_ours"}.items()}
+    for kind, made in records.items():
+        counts = sum((Counter(fault.get(kind, {}).get("counts", {})) for fault in made["faults"].values()), Counter())
+        cells = " | ".join(str(counts[outcome]) for outcome in (RIGHT, NAMED, UNNAMED, SHORT, HANG, WRONG))
+        assert f"| {cells} |" in read_page("data-and-stores") and counts.total() >= 200
+    lines = [line for line in table_of_faults(records).splitlines() if not line.startswith("|-")]
+    with open(RESULTS / "store_faults.csv", newline="") as file:
+        assert list(csv.reader(file)) == [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    ours = [fault["ours"] for fault in records["ours"]["faults"].values()]
+    assert len(ours) >= 20 and all(of["good"] == sum(of["counts"].values()) >= 10 for of in ours)
+
+
+def test_the_hours_of_a_run_from_scratch_are_those_of_the_records():
+    page, runs = read_page("training-from-scratch"), record("from_scratch")["runs"]
+    for name, run in runs.items():
+        speed, gpu_hours = (
+            f"{run[key]:,.0f} ({run[f'{key}_low']:,.0f} to {run[f'{key}_high']:,.0f})"
+            for key in ("images_per_sec", "gpu_hours")
+        )
+        hours = f"{run['train_hours']:.0f} | {gpu_hours}"
+        assert f"| `{name}.yaml` | {run['images']:,} | {speed} | {hours} |" in page
+    assert f"take {sum(run['days'] for run in runs.values()):.0f} days" in page
+    images, moments = record("sd2_512/predecessor"), record("sd2_512/cudnn_benchmark")
+    tflop = images["tflop_per_image"] - moments["tflop_per_image"]
+    assert f"takes {tflop:.2f} TFLOP" in page and f"{100 * moments['mfu']:.0f} %" in page
+    peaks = PEAK_TFLOPS["NVIDIA H200"]
+    hours = {kind: 1e6 * tflop / (8 * moments["mfu"] * peaks[kind]) / 3600 for kind in ("bf16", "tf32", "fp32")}
+    assert f"{hours['bf16']:.2f} hours in bf16, {hours['tf32']:.2f} in tf32, {hours['fp32']:.1f} in fp32" in page
+    assert f"{record('prepare_speed')['bytes_ours'] / 1e3:.0f} GB at 512" in page
+    [evaluation] = [row for row in record("scaling")["evaluation"]["rows"] if row["title"].endswith("H200")]
+    assert evaluation["num"] == 8 and f"took {evaluation['seconds'] / 60:.0f} minutes on 8 H200" in page
+
+
+def test_the_speeds_of_preparing_data_are_those_of_the_records():
+    rows, made, page = record("rows_speed"), record("prepare_speed"), read_page("laion")
+    for name in ("ours", "pandas"):
+        speed = spread(rows, f"rows_{name}_per_sec", ",.0f")
+        assert f"{speed} rows/s" in page and f" {rows[f'memory_{name}_whole_mib']:,.0f} MiB" in page
+    assert f"{spread(made, 'local_per_sec', ',.0f')} images/s" in page
+    assert f"{spread(made, 'latents_per_sec', '.2f')} images/s" in page
+    assert f"{made['bytes_ours']:,.0f} bytes; the reference's take {made['bytes_reference']:,.0f}" in page

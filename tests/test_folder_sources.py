@@ -1,0 +1,97 @@
+"""prepare/sources.py: a folder of files in parts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from conftest import sample_files, tree
+from test_shards import rows, skipped
+
+from prepare import addresses, shards, sources
+from prepare.sources import split_folder
+
+
+def write_folder(folder: Path, num: int) -> Path:
+    """Write samples of three files each."""
+    folder.mkdir(parents=True)
+    for number in range(num):
+        for suffix, content in sample_files(number, (24, 16)).items():
+            (folder / f"{number:04d}.{suffix}").write_bytes(content)
+    return folder
+
+
+@pytest.fixture
+def by_ten(monkeypatch):
+    monkeypatch.setattr(sources, "SAMPLES_PER_PART", 10)
+
+
+def names_of(folder: Path) -> list[list[str]]:
+    return [list(part.sizes) for part in split_folder(folder)]
+
+
+def test_a_stopped_command_resumes_within_a_folder_and_any_number_of_workers_writes_the_same(
+    tmp_path, by_ten, monkeypatch, capsys
+):
+    source, one, two = write_folder(tmp_path / "in", 25), tmp_path / "one", tmp_path / "two"
+    make_part = shards.make_shard_part
+
+    def stop_at_the_second(*arguments):
+        if arguments[-1]:
+            raise KeyboardInterrupt
+        return make_part(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shards, "make_shard_part", stop_at_the_second)
+        parts, config = split_folder(source), shards.ShardsConfig(workers=1)
+        shards.write_dataset(parts, addresses.open_address(str(one)), config, tmp_path)
+    assert shards.main([str(source), str(one), "workers=1"]) == 0
+    assert "1 of 3 parts are done already, the work continues" in capsys.readouterr().out
+    assert shards.main([str(source), str(two), "workers=3"]) == 0
+    assert [row["key"] for row in rows(one)] == [f"{number:04d}" for number in range(25)]
+    trees = [{name: data for name, data in tree(out).items() if not name.endswith("part.json")} for out in (one, two)]
+    assert trees[0] == trees[1]  # part.json has measured times
+
+
+def test_a_part_ends_after_so_many_samples_or_bytes_and_files_of_no_sample_make_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "SAMPLES_PER_PART", 2)
+    monkeypatch.setattr(sources, "BYTES_PER_PART", 100)
+    names = ["a.html", "b.jpg", "b.json", "b.txt", "c.html", "d.jpg", "e.txt", "f.html", "g.mp4", "h.jpg", "i.log"]
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(100 if name == "g.mp4" else 1))
+    assert names_of(tmp_path) == [names[:8], ["g.mp4"], ["h.jpg", "i.log"]]
+
+
+def test_links_pipes_and_huge_captions_cost_their_own_sample_alone(tmp_path, capsys):
+    source, out = write_folder(tmp_path / "in", 2), tmp_path / "out"
+    for name in ("loop", "gone", "pipe"):
+        (source / f"{name}.txt").write_text("a caption")
+    (source / "loop.png").symlink_to("loop.png")
+    (source / "gone.png").symlink_to("nowhere")
+    os.mkfifo(source / "pipe.png")
+    with open(source / "0000.txt", "r+b") as file:
+        file.truncate(2**35)
+    assert shards.main([str(source), str(out)]) == 0
+    assert [row["key"] for row in rows(out)] == ["0001"]
+    reasons = {(name, reason) for _, name, reason in skipped(out / "skipped.jsonl")}
+    assert {(f"{name}.png", "is no plain file") for name in ("loop", "gone", "pipe")} <= reasons
+    assert ("0000.txt", "has more than 256 MiB") in reasons
+    (tmp_path / "tables").mkdir()
+    os.mkfifo(tmp_path / "tables" / "a.csv")
+    assert shards.main([str(tmp_path / "tables"), str(tmp_path / "none")]) == 2
+    assert "holds neither tars nor images nor tables" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_folder_whose_files_changed_is_another_input(tmp_path, by_ten, capsys, is_finished):
+    source, out = write_folder(tmp_path / "in", 25), tmp_path / "out"
+    words = [str(source), str(out), "workers=1"]
+    assert shards.main(words) == 0
+    if not is_finished:
+        (out / "dataset.json").unlink()
+    (source / "0003.txt").write_bytes(b"another caption than before")
+    before = tree(out)
+    assert shards.main(words) == 2 and tree(out) == before
+    state = "finished" if is_finished else "unfinished"
+    assert f"OUT: {out} holds the {state} work of another command: files in " in capsys.readouterr().err

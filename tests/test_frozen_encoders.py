@@ -1,0 +1,191 @@
+"""Where the frozen encoders are and in what type: model.frozen_device, and what float16 cannot hold."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import TINY_RUN, with_frames
+from test_families import CAPTIONS, MEMBERS
+from test_plan import lines
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import benchmark
+from checkpointing.files import FULL, list_checkpoints, read_checkpoint
+from families.encoders import ModelConfig
+from families.objectives import ObjectiveConfig
+from model import AUTOCAST_DTYPES, LatentDiffusion, build_model
+from prepare.encoder import Encoder
+from run_folder.files import read_lines
+from training import memory
+from training.memory import Cost, measure_cost
+
+SIZE = (96, 64)
+ON_CPU = ModelConfig("flux", "tiny", "schnell", weights="random", frozen_device="cpu")
+ON_DEVICE = dataclasses.replace(ON_CPU, frozen_device="device")
+
+
+def build(config: ModelConfig) -> LatentDiffusion:
+    size = with_frames(config.family, SIZE, config.variant)
+    return build_model(config, ObjectiveConfig(), size=size, normalize="symmetric", seed=0)
+
+
+def step(model: LatentDiffusion) -> torch.Tensor:
+    """The prediction of one step, its columns and random numbers on the model's device, as Composer brings them there."""
+    device, columns = model.device, model.family.columns("images", SIZE)
+    batch = {name: torch.zeros(2, *column.shape, dtype=column.dtype, device=device) for name, column in columns.items()}
+    batch |= {name: torch.zeros(2, *model.latent_shape, device=device) for name in ("posterior_noise", "noise")}
+    batch["times"] = model.objective.times_at(torch.zeros(2, dtype=torch.int64, device=device))
+    batch["caption_dropped"] = torch.zeros(2, dtype=torch.bool, device=device)
+    return model(batch)["prediction"]
+
+
+# --- types ---
+
+
+@pytest.mark.parametrize(("name", "variant"), MEMBERS)
+def test_no_encoder_whose_values_float16_cannot_hold_is_in_it(name, variant):
+    """T5's states are clipped (diffusers' page of FLUX, "fp16 inference"); SDXL's and Wan's VAE are float32 in any run."""
+    wide, exact = {"flux": {"t5"}, "mochi": {"t5"}, "wan": {"umt5"}}.get(name, set()), {"sdxl", "wan"} & {name}
+    for vae in (None, "fp32", "run"):
+        model = build(ModelConfig(name, "tiny", variant, weights="random", vae_precision=vae))
+        is_exact = {"vae"} if vae == "fp32" or (vae is None and exact) else set()
+        for precision, usual in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
+            model.to_device(torch.device("cpu"), precision)
+            types = {label: {p.dtype for p in module.parameters()} for label, module in model.frozen.items()}
+            own = is_exact | (wide if precision == "fp16" else set())
+            assert types == {label: {torch.float32 if label in own else usual} for label in types}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_moments_and_images_of_sdxl_are_those_of_float32_in_a_run_of_two_bytes(precision):
+    """In training and evaluation under Composer's autocast, which would compute in the run's type, and in prepare.latents."""
+    config = ModelConfig("sdxl", "tiny", weights="random")
+    exact, ours = (build(config).to_device(torch.device("cpu"), kind) for kind in ("fp32", precision))
+    images = torch.randint(0, 256, (2, 3, 64, 96), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    expected = exact.encode_images(images)["moments"]
+    with torch.autocast("cpu", AUTOCAST_DTYPES[precision]), torch.no_grad():
+        moments = ours.encode_images(images)["moments"].float()
+        rounded = exact.frozen["vae"].encode(images / 127.5 - 1).latent_dist.parameters.float()
+    torch.testing.assert_close(moments, expected)
+    assert not torch.allclose(rounded, expected, rtol=1e-3, atol=1e-4)
+    options = dict(size=SIZE, normalize="symmetric", batch_size=2, store_text=False)
+    stored = torch.from_numpy(Encoder(config, precision=precision, **options).encode_images(images)["moments"])
+    torch.testing.assert_close(stored.float(), expected, rtol=2**-10, atol=1e-6)  # in float16
+    latents = exact.family.sample_latents(expected, torch.zeros(2, *exact.latent_shape))
+    torch.testing.assert_close(ours._decode(latents), exact._decode(latents))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "under Composer's autocast"])
+def test_states_beyond_float16_are_those_of_float32_in_a_run_of_fp16(autocast):
+    """T5 with one layer made a million times larger, as training makes them large: float16 has other states."""
+    exact, ours, half = (build(ON_DEVICE) for _ in range(3))
+    for model in (exact, ours, half):
+        model.frozen["t5"].encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(1e6)
+    exact.to_device(torch.device("cpu"), "fp32")
+    ours.to_device(torch.device("cpu"), "fp16")
+    half.frozen["t5"].half()
+    tokens = ours.family.tokenize(CAPTIONS[:2])
+    expected = exact._encode_text(tokens)["text"]
+    with torch.autocast("cpu", torch.float16, enabled=autocast), torch.no_grad():
+        torch.testing.assert_close(ours._encode_text(tokens)["text"], expected)
+        assert not torch.allclose(half.frozen["t5"](tokens["t5_tokens"]).float(), expected, atol=0.1)
+
+
+# --- places ---
+
+
+@pytest.mark.parametrize("config", [ON_CPU, ON_DEVICE, ModelConfig("sdxl", "tiny", frozen_device="cpu")])
+def test_a_step_on_a_gpu_gets_what_encoders_on_the_cpu_make(config):
+    """Traced with tensors that have a device and no content: torch refuses operations on two devices there too."""
+    placed, model = build(config).to_device(torch.device("meta"), "fp32"), build(config)  # "meta" stands for a GPU
+    places = [{p.device.type for p in part.parameters()} for part in (placed.denoiser, *placed.frozen.values())]
+    assert places == [{"meta"}] + [{"cpu" if config.frozen_device == "cpu" else "meta"}] * len(model.frozen)
+    parts, cuda = [model.denoiser, *model.frozen.values()], torch.device("cuda")
+    for part in parts:
+        torch.nn.Module.to(part, device="meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for part, (place,) in zip(parts, places, strict=True):
+            part.to_empty(device=cuda if place == "meta" else "cpu")
+        model.set_compute_device(cuda, "fp32")
+        assert step(model).device.type == "cuda"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100, func_only=True)
+@pytest.mark.usefixtures("quick_estimate")
+def test_on_a_cpu_the_key_changes_no_digit_and_may_change_between_starts(tmp_path):
+    words = [*TINY_RUN, "data.synthetic=true", "model.family=flux", f"run_folder={tmp_path}"]
+    words += ["measure.window_batches=1", "save.every_images=16"]
+    for name, at, duration in (("a", "device", "4ba"), ("b", "cpu", "2ba"), ("b", "device", "4ba")):
+        keys = [f"run_name={name}", f"model.frozen_device={at}", f"max_duration={duration}"]
+        assert benchmark.main([*words, *keys]) == 0
+    one, two = ([line["loss"] for line in read_lines(tmp_path / name / "metrics.jsonl")] for name in "ab")
+    assert one == two and len(one) == 4
+
+
+# --- what they cost ---
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
+def test_encoders_on_the_cpu_take_the_machines_memory_and_none_of_the_gpus_nor_of_its_operations(monkeypatch):
+    options = dict(stage="moments", size=SIZE, precision="fp32")
+    here = measure_cost(ON_CPU, ObjectiveConfig(), **options)
+    assert here == measure_cost(ON_DEVICE, ObjectiveConfig(), **options)  # on a CPU both are one place
+    assert here.frozen_gib == 4 * here.frozen_parameters / 2**30 and here.frozen_host_gib == 0.0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    apart, beside = (measure_cost(config, ObjectiveConfig(), **options) for config in (ON_CPU, ON_DEVICE))
+    assert (apart.frozen_gib, apart.frozen_host_gib) == (0.0, beside.frozen_gib) == (0.0, here.frozen_gib)
+    assert beside.memory_gib(1, ema=False) - apart.memory_gib(1, ema=False) == pytest.approx(here.frozen_gib, rel=1e-6)
+    assert beside.flops_per_image == here.flops_per_image
+    stored = measure_cost(ON_DEVICE, ObjectiveConfig(), **options, stored_text=True)
+    assert apart.flops_per_image == stored.flops_per_image < beside.flops_per_image  # the network's alone
+
+
+APART = Cost(2**28, 2**32, 1e12, 0.5, 0.0, frozen_gib=0.0, frozen_host_gib=8.9)
+
+
+def test_a_plan_names_the_device_of_the_encoders():
+    printed = lines(APART)
+    assert "memory of the machine: 8.9 GiB for the frozen encoders of each rank" in printed
+    assert (
+        "compute: 1 TFLOP an image and training step (denoiser forward and backward, the encoders run on the CPU)"
+        in printed
+    )
+    assert not any("frozen encoders" in line for line in lines(dataclasses.replace(APART, frozen_host_gib=0.0)))
+
+
+def test_a_machine_without_room_for_the_encoders_of_all_ranks_is_named(monkeypatch):
+    class Memory:
+        available = 64.0 * 2**30
+
+    monkeypatch.setattr(memory.psutil, "virtual_memory", Memory)
+    assert memory.host_memory_problem(APART, 6) is None
+    assert memory.host_memory_problem(APART, 8) == (
+        "cpu, and the frozen encoders of 8 processes need 71.2 GiB there; this machine has 64.0 free. Use device, or start "
+        "fewer processes on it."
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300, func_only=True)
+def test_a_run_resumes_with_and_without_a_grid_whose_pictures_alone_need_encoders(tmp_path):
+    (tmp_path / "captions.txt").write_text("a red circle\n")
+    grid = [f"samples.prompts={tmp_path}/captions.txt", "samples.every_images=2", "eval.samples=1", "eval.steps=2"]
+    stored = ["model.family=sdxl", "model.preset=tiny", "data.synthetic=true", "data.stage=moments", "data.text=stored"]
+    words = [*stored, "image_size=64", "global_batch_size=2", "save.every_images=2", f"run_folder={tmp_path}"]
+    words += ["measure.warmup_batches=1", "measure.window_batches=1"]
+
+    def encoders(name: str, batches: int, *more: str) -> set[str]:
+        assert benchmark.main([*words, f"run_name={name}", f"max_duration={batches}ba", *more]) == 0
+        identity = read_checkpoint(list_checkpoints(tmp_path / name / "checkpoints", FULL)[0])["identity"]
+        return {key for key in identity if key.startswith("encoders.")}
+
+    all_three = {"encoders.vae", "encoders.text", "encoders.text_2"}
+    assert encoders("first", 2, *grid) == all_three
+    assert encoders("first", 3) == all_three  # what was known of them is compared later
+    assert encoders("first", 4, *grid) == all_three
+    assert encoders("later", 2) == set()
+    assert encoders("later", 3, *grid) == all_three

@@ -1,0 +1,292 @@
+"""mds/images.py: which kinds of files are read, by every reader; the limit of pixels; embedded profiles."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from conftest import picture
+from PIL import Image, ImageCms
+from streaming import MDSWriter
+
+from evaluation.image_folder import list_images, read_image
+from families import load_family
+from mds.images import FORMATS, IMAGE_SUFFIXES, MAX_PIXELS, SampleError, decode_image, detect_format, open_image
+from mds.shard_table import Shard, build_table
+from prepare.coco import resize_image
+from prepare.laion.images import readable_by_opencv
+from prepare.look import read_and_measure
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def noise(size: tuple[int, int] = (9, 6), mode: str = "RGB") -> Image.Image:
+    levels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    return Image.fromarray(levels).convert(mode)
+
+
+def rotation(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+# --- kinds of files ---
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_kind_of_file_is_decoded_and_known_by_its_first_bytes(kind):
+    image = noise(mode="P" if kind == "GIF" else "RGB")
+    expected = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    content = encoded(image, kind, **OPTIONS[kind])
+    # JPEG and AVIF round to 8 bits of YCbCr, and back.
+    assert (decode_image(content).int() - expected.int()).abs().max() <= (0 if kind in LOSSLESS else 4)
+    assert detect_format(content).upper() == kind and open_image(content).format == kind
+    if kind in ("GIF", "TIFF", "WEBP", "AVIF", "PNG"):  # of several frames the first is read
+        frames = decode_image(encoded(RED, kind, save_all=True, append_images=[BLUE]))
+        assert (frames[:, 4, 4].int() - torch.tensor([255, 0, 0])).abs().max() <= 8
+    if kind in ("TIFF", "WEBP", "AVIF"):
+        for orientation in range(1, 9):
+            turned = decode_image(encoded(noise(), kind, exif=rotation(orientation), **OPTIONS[kind])).int()
+            upright = decode_image(encoded(noise(), "PNG", exif=rotation(orientation))).int()
+            assert turned.shape == upright.shape and (turned - upright).abs().max() <= (4 if kind == "AVIF" else 0)
+
+
+def test_transparency_is_mixed_with_white_after_the_conversion():
+    image = Image.new("P", (8, 8), 0)
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    image.putpixel((0, 0), 1)
+    pixels = decode_image(encoded(image, "GIF", transparency=0))
+    assert pixels[:, 0, 0].tolist() == [0, 0, 255] and pixels[:, 4, 4].tolist() == [255, 255, 255]
+    image = Image.new("RGBA", (8, 8), (255, 0, 0, 128))
+    assert np.abs(middle(encoded(image, "PNG", icc_profile=rgb_profile("grb"))) - [127, 255, 127]).max() <= 2
+
+
+def test_sixteen_bits_of_a_tiff_are_scaled_and_more_are_refused():
+    ramp = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
+    decoded = decode_image(encoded(Image.fromarray(ramp), "TIFF"))[0].reshape(-1)
+    assert (decoded.int() - torch.arange(256)).abs().max() <= 1
+    for levels in (ramp.astype(np.float32) / 65535, ramp.astype(np.int32) * 2):
+        with pytest.raises(SampleError, match="^pixels of more than 16 bits$"):
+            decode_image(encoded(Image.fromarray(levels), "TIFF"))
+
+
+def test_the_folder_of_an_evaluation_takes_the_same_kinds(tmp_path):
+    kinds = ("JPEG", "JPEG", "PNG", "WEBP", "AVIF", "BMP", "TIFF", "TIFF", "GIF")
+    for suffix, kind in zip(IMAGE_SUFFIXES, kinds, strict=True):
+        (tmp_path / f"a.{suffix}").write_bytes(picture(1, (20, 30), kind))
+    paths = list_images(tmp_path)
+    assert len(paths) == len(IMAGE_SUFFIXES) and all(read_image(path).shape == (3, 30, 20) for path in paths)
+
+
+# --- the limit of pixels ---
+
+
+def png_of(side: int, bits: int, data: bytes) -> bytes:
+    """A PNG of RGBA, which PIL writes of 8 bits alone."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, bits, 6, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+
+
+def big_png(side: int = 14_000) -> bytes:
+    """A PNG whose header claims RGBA of 16 bits, 1.5 GiB: no reader gets as far as its data, which are missing."""
+    return png_of(side, 16, b"")
+
+
+def rgba_png(bits: int, levels: tuple[int, ...], side: int = 16) -> bytes:
+    """A PNG of one color, of 8 or 16 bits a level."""
+    row = b"\0" + b"".join(level.to_bytes(bits // 8, "big") for level in levels) * side
+    return png_of(side, bits, row * side)
+
+
+READERS = {
+    "decode_image": decode_image,
+    "coco": lambda content: resize_image(content, 64, "PNG"),
+    "laion": lambda content: readable_by_opencv(content, keeps_bytes=True),
+}
+
+
+@pytest.mark.parametrize("side", [14_000, 9_460])  # PIL itself refuses the first, and only warns of the second
+def test_an_image_of_too_many_pixels_is_refused_by_its_header(side, tmp_path):
+    assert side**2 > MAX_PIXELS
+    (tmp_path / "a.png").write_bytes(big_png(side))
+    for reader in READERS.values():
+        with pytest.raises(ValueError, match="too many pixels"):
+            reader(big_png(side))
+    with pytest.raises(ValueError, match="too many pixels"):
+        read_image(tmp_path / "a.png")
+    with MDSWriter(out=str(tmp_path / "mds"), columns={"jpg": "bytes"}) as writer:
+        writer.write({"jpg": big_png(side)})
+    index = json.loads((tmp_path / "mds" / "index.json").read_text())
+    shard = Shard(build_table(index["shards"]), 0, str(tmp_path / "mds"))
+    assert read_and_measure(load_family("sd2", "tiny", "stock"), shard, 0).problem == "too many pixels"
+
+
+def tiled_tiff(tile: int) -> bytes:
+    """A gray TIFF of 16 x 16 px, with one tile of 16 x 16 px that claims another side. PIL writes none."""
+    tags = {256: 16, 257: 16, 258: 8, 259: 1, 262: 1, 277: 1, 322: tile, 323: tile, 324: 146, 325: 256}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(16) + bytes(range(256))
+
+
+def test_a_tiff_whose_tile_is_larger_than_the_limit_is_refused():
+    assert decode_image(tiled_tiff(16))[0].reshape(-1).tolist() == list(range(256))
+    with pytest.raises(SampleError, match="^too many pixels$"):
+        decode_image(tiled_tiff(60_000))
+
+
+# --- what img2dataset is given ---
+
+
+def test_a_jpeg_is_kept_and_other_kinds_become_what_our_readers_see():
+    plain, turned = encoded(noise((40, 20)), "JPEG"), encoded(noise((40, 20)), "JPEG", exif=rotation(6))
+    assert readable_by_opencv(plain, keeps_bytes=False) == plain == readable_by_opencv(plain, keeps_bytes=True)
+    assert readable_by_opencv(turned, keeps_bytes=True) == turned
+    levels = np.full((20, 40, 4), 255, np.uint8)
+    levels[..., 1:3], levels[..., 3] = 0, 128
+    others = [encoded(Image.fromarray(levels), kind, lossless=True) for kind in ("PNG", "WEBP")]
+    for content in (turned, swapped_jpeg(), *others, encoded(noise(mode="P"), "GIF"), encoded(noise(), "AVIF")):
+        converted = readable_by_opencv(content, keeps_bytes=False)
+        assert detect_format(converted) == "BMP" and torch.equal(decode_image(converted), decode_image(content))
+
+
+# --- profiles ---
+
+COLORANTS = {"r": (0.4361, 0.2225, 0.0139), "g": (0.3851, 0.7169, 0.0971), "b": (0.1431, 0.0606, 0.7141)}
+"""sRGB's primaries, X Y Z, adapted to D50 (ICC's "How to interpret the sRGB color space", 2015)."""
+
+
+def fixed(*values: float) -> bytes:
+    return b"".join(struct.pack(">i", round(value * 65536)) for value in values)
+
+
+def profile_of(space: bytes, tags: dict[bytes, bytes], connection: bytes = b"XYZ ") -> bytes:
+    """A profile by ICC.1:2001-04: a header, a table of tags, and their data."""
+    data, table, at = b"", struct.pack(">I", len(tags)), 128 + 4 + 12 * len(tags)
+    for name, content in tags.items():
+        content += bytes(-len(content) % 4)
+        table += name + struct.pack(">II", at + len(data), len(content))
+        data += content
+    head = struct.pack(
+        ">I4sI4s4s4s12s4s", at + len(data), bytes(4), 0x02400000, b"mntr", space, connection, bytes(12), b"acsp"
+    )
+    head += bytes(28) + fixed(0.9642, 1.0, 0.8249)
+    return head.ljust(128, b"\0") + table + data
+
+
+def curve(gamma: float) -> bytes:
+    return b"curv" + bytes(4) + struct.pack(">IH", 1, round(gamma * 256))
+
+
+def rgb_profile(order: str = "rgb", gamma: float = 2.2) -> bytes:
+    """order: of sRGB's primaries; `grb` shows red as green."""
+    tags = {
+        f"{name}XYZ".encode(): b"XYZ " + bytes(4) + fixed(*COLORANTS[own])
+        for name, own in zip("rgb", order, strict=True)
+    }
+    return profile_of(b"RGB ", tags | {f"{name}TRC".encode(): curve(gamma) for name in "rgb"})
+
+
+def gray_profile(gamma: float = 1.0) -> bytes:
+    return profile_of(b"GRAY", {b"kTRC": curve(gamma)})
+
+
+def ink_profile() -> bytes:
+    """Inks of a press that prints the first one, cyan, as sRGB's red, and the others as black."""
+    identity, levels = bytes(range(256)), []
+    for cyan, *others in np.ndindex(2, 2, 2, 2):
+        lab = (0.0, 0.0, 0.0) if any(others) else (54.29, 80.81, 69.89) if cyan else (100.0, 0.0, 0.0)
+        levels += [round(lab[0] * 2.55), 128 + round(lab[1]), 128 + round(lab[2])]
+    lut = b"mft1" + bytes(4) + bytes([4, 3, 2, 0]) + fixed(1, 0, 0, 0, 1, 0, 0, 0, 1)
+    return profile_of(b"CMYK", {b"A2B0": lut + identity * 4 + bytes(levels) + identity * 3}, b"Lab ")
+
+
+SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+
+
+def swapped_jpeg(size: tuple[int, int] = (40, 20)) -> bytes:
+    """A JPEG that is red, with a profile by which it is green."""
+    return encoded(Image.new("RGB", size, (200, 0, 0)), "JPEG", icc_profile=rgb_profile("grb"), quality=95)
+
+
+def middle(content: bytes) -> np.ndarray:
+    """The levels of the pixel in the middle."""
+    pixels = decode_image(content)
+    return pixels[:, pixels.shape[1] // 2, pixels.shape[2] // 2].numpy().astype(int)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "AVIF", "TIFF"])
+def test_a_color_of_another_profile_becomes_that_of_srgb(kind):
+    """By the closed form: of the primaries of sRGB, with red and green exchanged, and of its transfer function."""
+    image = Image.new("RGB", (16, 16), (200, 40, 90))
+    for order, gamma, levels in (("grb", 2.2, [40, 200, 90]), ("rgb", 1.0, [200, 40, 90])):
+        linear = (np.array(levels) / 255) ** gamma
+        expected = 255 * (1.055 * linear ** (1 / 2.4) - 0.055)  # IEC 61966-2-1
+        measured = middle(encoded(image, kind, icc_profile=rgb_profile(order, gamma)))
+        assert np.abs(measured - expected).max() <= (5 if kind in ("JPEG", "WEBP", "AVIF") else 1)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "I;16"])
+def test_a_gray_profile_holds_for_gray_images(mode):
+    levels = np.full((8, 8), 128 * 257 if mode == "I;16" else 128, np.uint16 if mode == "I;16" else np.uint8)
+    image = Image.fromarray(levels)
+    content = encoded(image if mode == "I;16" else image.convert(mode), "PNG", icc_profile=gray_profile())
+    assert np.abs(middle(content) - 188).max() <= 1  # 255 * (1.055 * 0.502 ** (1 / 2.4) - 0.055)
+
+
+def test_a_profile_of_rgb_holds_for_gray_and_palettes_too():
+    gray = encoded(Image.new("L", (8, 8), 128), "JPEG", icc_profile=rgb_profile(gamma=1.0))
+    palette = encoded(Image.new("P", (8, 8), 0), "PNG", icc_profile=rgb_profile("grb"))
+    red = Image.new("P", (8, 8), 0)
+    red.putpalette([200, 0, 0])
+    assert np.abs(middle(gray) - 188).max() <= 2 and middle(palette).tolist() == [0, 0, 0]
+    assert np.abs(middle(encoded(red, "PNG", icc_profile=rgb_profile("grb"))) - [0, 200, 0]).max() <= 3
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
+def test_a_profile_of_inks_holds_for_cmyk(kind):
+    cyan, paper = Image.new("CMYK", (16, 16), (255, 0, 0, 0)), Image.new("CMYK", (16, 16))
+    assert np.abs(middle(encoded(cyan, kind)) - [0, 255, 255]).max() <= 3
+    assert np.abs(middle(encoded(cyan, kind, icc_profile=ink_profile())) - [255, 0, 0]).max() <= 6
+    assert np.abs(middle(encoded(paper, kind, icc_profile=ink_profile())) - 255).max() <= 2
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [SRGB, b"no profile", SRGB[:200], gray_profile(), ink_profile(), bytes(2**22 + 1)],
+    ids=["sRGB", "no profile", "cut", "gray", "inks", "large"],
+)
+def test_srgb_and_a_profile_without_use_change_nothing(profile):
+    """A profile that is damaged, of other colors than the image, or huge: the sample is kept, as if it had none."""
+    for options in ({}, {"progressive": True}):
+        plain = encoded(noise((40, 30)), "JPEG", **options)
+        tagged = encoded(noise((40, 30)), "JPEG", icc_profile=profile, **options)
+        assert torch.equal(decode_image(tagged), decode_image(plain))
+
+
+def test_an_evaluation_ignores_profiles_as_pytorch_fid_does(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(swapped_jpeg())
+    red = read_image(tmp_path / "a.jpg")[:, 10, 20].int()
+    assert (red - torch.tensor([200, 0, 0])).abs().max() <= 3
+
+
+LOSSLESS = {"PNG": {}, "WEBP": {"lossless": True}, "BMP": {}, "TIFF": {"compression": "tiff_lzw"}, "GIF": {}}
+
+
+OPTIONS = {**LOSSLESS, "JPEG": {"quality": 100, "subsampling": 0}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}
+
+
+RED, BLUE = (Image.new("RGB", (8, 8), color) for color in ("red", "blue"))

@@ -1,0 +1,306 @@
+"""Evaluations that are stopped by a signal or killed: they resume with the rest, and end with the same metrics."""
+
+# ruff: noqa: F811  (fixtures of another file)
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, run
+from test_checkpoints import newest, same_training
+from test_evaluation import evaluations, figures, words_of  # noqa: F401
+
+import benchmark
+import eval as eval_command
+from checkpointing.files import FULL, list_checkpoints
+from evaluation import metrics
+from evaluation.metrics import EvaluationProgress, Meter, Parts
+from evaluation.scorer import EvalConfig, Scorer
+from evaluation.table import read_rows
+from model import LatentDiffusion
+from ranks import collectives
+from run_folder.files import EVAL_PARTS
+
+# --- files and sums ---
+
+
+def test_a_part_is_found_by_its_evaluation_and_rank_alone_and_removed_after_the_score(tmp_path):
+    mine, others = Parts(tmp_path / "p", is_alone=False), Parts(tmp_path / "p", is_alone=True)
+    assert mine.find("this", 0) is None and not (tmp_path / "p").exists()
+    for chunks in (1, 2):
+        mine.save("this", 3, {"chunks": chunks})
+    mine.save("other", 3, {"chunks": 9})
+    path, content = mine.find("this", 3)
+    assert content == {"schema": 1, "of": "this", "chunks": 2} and len(list(path.parent.iterdir())) == 2
+    assert mine.find("this", 0) is None and mine.find("third", 3) is None
+    mine.remove("this")
+    assert mine.find("this", 3) is None and mine.find("other", 3) is not None
+    others.remove("this")
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "emptied", "renamed", "pickled"])
+def test_a_damaged_part_or_one_of_another_evaluation_is_set_aside(tmp_path, capsys, how):
+    parts = Parts(tmp_path, is_alone=False)
+    parts.save("this", 0, {"chunks": 5})
+    path, _ = parts.find("this", 0)
+    whole = path.read_bytes()
+    if how == "renamed":
+        parts.save("other", 0, {"chunks": 6})
+        other = parts.find("other", 0)[0]
+        path = other.rename(path.with_name(path.name[:34] + other.name[34:]))
+    elif how == "pickled":
+        torch.save({"schema": 1, "of": tmp_path}, path)
+    else:
+        path.write_bytes({"cut": whole[:-9], "flipped": whole[:80] + b"?" + whole[81:], "emptied": b""}[how])
+    (tmp_path / f".{path.name[:34]}.77.tmp").touch()  # of a killed writer
+    found = parts.find("this", 0)
+    assert found is None or (how == "renamed" and found[1]["chunks"] == 5)
+    assert capsys.readouterr().err == f"eval: {path} is damaged, or of another evaluation; set aside.\n"
+    assert path.with_name(path.name + ".damaged").exists() and not list(tmp_path.glob("*.tmp"))
+
+
+def test_restored_sums_give_the_same_figures_to_the_last_bit():
+    images = torch.rand(6, 3, 40, 40, generator=torch.Generator().manual_seed(1))
+    captions = ["a red circle", "two dogs", "", "snow", "rain", "a cat"]
+    meter = Meter(inception=None, statistics=None, resize="bilinear299", clip="random")
+
+    def added(*numbers: int) -> None:
+        for n in numbers:
+            meter.add(images[n : n + 2], range(n, n + 2), captions[n : n + 2])
+
+    meter.reset()
+    added(0, 2, 4)
+    whole = meter.figures()
+    meter.reset()
+    added(0, 2)
+    kept = meter.sums()
+    meter.reset()
+    meter.restore_sums(kept)
+    added(4)
+    assert meter.figures() == whole and int(kept["cosines"]["n"]) == 4
+    with pytest.raises(ValueError, match="sums: .* not "):
+        meter.restore_sums({"cosines": {"n": torch.zeros(()), "sum": torch.zeros(())}})
+
+
+def test_a_signal_is_noted_instead_of_ending_and_handlers_are_restored():
+    before = [signal.getsignal(number) for number in collectives.STOP_SIGNALS]
+    with collectives.note_signals() as noted:
+        exchange = collectives.SignalExchange(noted, 3)
+        assert not exchange.has_signal() and exchange.agree_on_signal() == 0
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        assert exchange.has_signal() and exchange.agree_on_signal() == signal.SIGUSR1
+    assert [signal.getsignal(number) for number in collectives.STOP_SIGNALS] == before
+    done = []
+    with pytest.raises(collectives.Signalled, match="^SIGUSR1$") as caught, collectives.stop_together() as noted:
+        signal.raise_signal(signal.SIGUSR1)
+        done.append(noted())
+    assert done == [signal.SIGUSR1] and caught.value.number == signal.SIGUSR1
+    with collectives.stop_together() as noted:
+        assert noted() == 0
+
+
+class Painter(torch.nn.Module):
+    """A minimal model: an image is its prompt's noise. It is killed after some passes."""
+
+    family = SimpleNamespace(
+        tokenize=lambda captions: {"tokens": torch.zeros(len(captions), 1)}, latent_shape=lambda size: (3, *size)
+    )
+    device, encoders, in_step = torch.device("cpu"), SimpleNamespace(fingerprints={}), False
+
+    def __init__(self, passes: int):
+        super().__init__()
+        self.passes = passes
+
+    def generate(self, text, noise, **ways):
+        if not self.passes:
+            raise KeyboardInterrupt
+        self.passes -= 1
+        return noise.sigmoid()
+
+
+def test_a_killed_evaluation_scores_the_rest_alone_and_has_the_figures_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "EVERY_SEC", 0.0)
+    prompts = "".join(f"{number}\t{number}\tpicture {number}\n" for number in range(7))
+    (tmp_path / "prompts.tsv").write_text(f"image_id\tid\tcaption\n{prompts}")
+    config = EvalConfig(prompts=str(tmp_path / "prompts.tsv"), clip="random", batch_size=2)
+
+    def score(model: Painter, parts: Parts | None) -> tuple[int, float]:
+        found = Scorer(config, size=(32, 32), seed=0, parts=parts).score(model, 1.0)
+        return found["num_images"], found["clip"]
+
+    whole, parts = score(Painter(4), None), Parts(tmp_path / "parts", is_alone=True)
+    with pytest.raises(KeyboardInterrupt):
+        score(Painter(2), parts)
+    again = Painter(4)
+    assert score(again, parts) == whole and whole[0] == 7 and again.passes == 2
+
+
+# --- whole runs ---
+
+# A rank that is ended, or gets a signal, after so many batches of images of its first evaluation.
+PROGRAM = """
+import os, signal, sys, time, benchmark, eval
+from evaluation import metrics
+from composer.utils import dist
+command, number, rank, batches = sys.argv[1], *map(int, sys.argv[2:5])
+progress = metrics.EvaluationProgress
+metrics.EVERY_SEC, add, count = 0.0 if number == signal.SIGKILL else 60.0, progress.add, 0
+
+def counted(self, *given):
+    global count
+    add(self, *given)
+    count += 1
+    if count == batches and dist.get_global_rank() == rank:
+        time.sleep(2.0 * (dist.get_world_size() - 1))  # the others get further meanwhile
+        os.kill(os.getpid(), number)
+
+progress.add = counted
+sys.exit({"benchmark": benchmark, "eval": eval}[command].main(sys.argv[5:]))
+"""
+
+OF_FOUR = ("eval.when=in_training", "eval.batch_size=4")  # two evaluations, of 8 batches each
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("program") / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(words_of, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    assert benchmark.main(words_of(folder, "whole", *OF_FOUR)) == 0
+    assert not (folder / "whole" / EVAL_PARTS).exists()
+    return folder / "whole"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200, func_only=True)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_evaluation_that_is_ended_in_its_midst_goes_on_and_has_the_same_figures(
+    number,
+    words_of,
+    whole,
+    program,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
+    words = words_of(tmp_path, "whole", *OF_FOUR)
+    done = run(sys.executable, str(program), "benchmark", str(int(number)), "0", "3", *words, PYTHONPATH=str(ROOT))
+    assert done.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143}[number], done.stderr
+    folder = tmp_path / "whole"
+    assert evaluations(folder) == [] and len(list((folder / EVAL_PARTS).glob("part-*.pt"))) == 1
+    if number == signal.SIGTERM:  # heard at the first step of the fourth batch
+        first, second = done.stderr.splitlines()[-2:]
+        assert first == f"eval: stopped by a signal: 12 of 32 images were scored; saved in {folder / EVAL_PARTS}."
+        saved = list_checkpoints(folder / "checkpoints", FULL)[0]
+        assert saved.name.startswith("full-ba000000000003-")
+        assert second == f"SIGTERM: stopped after batch 3; saved {saved}. The same command resumes it."
+    made, generate = [], LatentDiffusion.generate
+    monkeypatch.setattr(
+        LatentDiffusion,
+        "generate",
+        lambda self, *given, **ways: made.append(1) or generate(self, *given, **ways),
+    )
+    assert benchmark.main(words) == 0
+    num_kept = 3  # each batch is measured before the next one is begun
+    said = f"eval: resumes: {4 * num_kept} of 32 images were scored by an earlier start.\n"
+    assert said in capsys.readouterr().err and len(made) == 8 - num_kept + 8
+    assert [figures(line) for line in evaluations(folder)] == [figures(line) for line in evaluations(whole)]
+    assert same_training(newest(tmp_path, "whole"), newest(whole.parent, "whole"))
+    assert (folder / "samples/im000000000024.png").read_bytes() == (whole / "samples/im000000000024.png").read_bytes()
+    assert not (folder / EVAL_PARTS).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300, func_only=True)
+def test_one_rank_of_two_gets_the_signal_while_the_other_has_no_more_to_do_and_both_stop(
+    words_of,
+    program,
+    tmp_path,
+    capsys,
+):
+    """31 prompts in batches of 5: four batches on rank 0, which is stopped in the last one, three on rank 1, which waits."""
+    own = ("eval.when=in_training", "eval.batch_size=5", "eval.num_prompts=31", "max_duration=3ba")
+    words, folder = words_of(tmp_path, "two", *own), tmp_path / "two"
+    done = run("composer", "-n", "2", str(program), "benchmark", "15", "0", "3", *words, PYTHONPATH=str(ROOT))
+    assert done.returncode == 143, done.stdout + done.stderr
+    [kept] = re.findall(
+        f"eval: stopped by a signal: (\\d+) of 31 images were scored; saved in {folder / EVAL_PARTS}.\n", done.stderr
+    )
+    assert 15 <= int(kept) <= 30
+    assert "SIGTERM: stopped after batch 3; saved " in done.stderr
+    assert len(list((folder / EVAL_PARTS).glob("part-*.pt"))) == 2 and evaluations(folder) == []
+    # On another number of ranks the sums are of other prompts each: nothing of them is used.
+    assert benchmark.main(words) == 0
+    assert "by an earlier start" not in capsys.readouterr().err
+    [line] = evaluations(folder)
+    assert line["num_images"] == 31 and not (folder / EVAL_PARTS).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500, func_only=True)
+def test_eval_is_stopped_by_a_signal_to_one_rank_and_resumes(whole, program, tmp_path):
+    words = [str(whole), f"out={tmp_path}/table", "eval.batch_size=3", "snapshots=last"]
+    stopped = run("composer", "-n", "2", str(program), "eval", "10", "1", "2", *words, PYTHONPATH=str(ROOT))
+    assert stopped.returncode == 138, stopped.stdout + stopped.stderr
+    assert "SIGUSR1: stopped. The same command resumes it.\n" in stopped.stderr
+    assert len(list((tmp_path / "table" / EVAL_PARTS).glob("part-*.pt"))) == 2
+    done = run("composer", "-n", "2", "eval.py", *words)
+    assert done.returncode == 0 and "images were scored by an earlier start" in done.stderr, done.stderr
+    alone = run("composer", "-n", "2", "eval.py", words[0], f"out={tmp_path}/unbroken", *words[2:])
+    assert alone.returncode == 0, alone.stderr
+    rows = [read_rows(tmp_path / name / "eval.csv") for name in ("table", "unbroken")]
+    assert [figures(row) for row in rows[0]] == [figures(row) for row in rows[1]]
+    assert not (tmp_path / "table" / EVAL_PARTS).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200, func_only=True)
+@pytest.mark.parametrize("last", [False, True])
+def test_a_signal_while_a_score_is_finished_stops_before_the_next_and_keeps_its_row(
+    whole, tmp_path, monkeypatch, capsys, last
+):
+    words = [str(whole), f"out={tmp_path}", "eval.batch_size=16", f"snapshots={'last' if last else 'all'}"]
+    figures_of = Meter.figures
+
+    def finished(self):
+        found = figures_of(self)
+        signal.raise_signal(signal.SIGTERM)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Meter, "figures", finished)
+        assert eval_command.main(words) == 143
+    assert "SIGTERM: stopped. The same command resumes it.\n" in capsys.readouterr().err
+    first = read_rows(tmp_path / "eval.csv")
+    assert len(first) == 1 and not (tmp_path / EVAL_PARTS).exists()
+    assert eval_command.main(words) == 0
+    rows = read_rows(tmp_path / "eval.csv")
+    assert rows[:1] == first and len(rows) == (1 if last else 2)
+
+
+def test_the_seconds_of_a_resumed_evaluation_are_the_sum(tmp_path):
+    """Nothing of a network: only the part says how long it took before."""
+    meter = Meter(inception=None, statistics=None, resize="bilinear299", clip="random")
+    meter.reset()
+    parts, ways = Parts(tmp_path, is_alone=True), dict(num_images=4, batch_size=2, num_samples=0)
+    parts.save("this", 0, {"chunks": 1, "seconds": 500.0, "samples": [], "sums": meter.sums()})
+    work = EvaluationProgress(parts, "this", meter, **ways, began=time.monotonic() - 7.0)
+    assert work.num_done == 1 and work.seconds >= 507.0
+    for broken in ({"chunks": 1}, {"chunks": 1, "seconds": 1.0, "samples": [], "sums": {"features": {}}}):
+        parts.save("this", 0, broken)
+        assert EvaluationProgress(parts, "this", meter, **ways, began=0.0).num_done == 0
+    assert len(list(tmp_path.glob("*.damaged"))) == 2

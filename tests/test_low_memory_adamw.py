@@ -1,0 +1,304 @@
+"""training/low_memory_adamw.py: rounding that is right in the mean, moments and weights in bfloat16, bit for bit on resume.
+
+Moments in 8 bits need torchao: tests/test_low_memory_adamw_8bit.py.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY_RUN
+from test_checkpoints import newest, same_training
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import benchmark
+from callbacks.gradient_norm import total_norm
+from training import low_memory_adamw
+from training.low_memory_adamw import SMALL, SmallAdamW, rounded
+from training.optimizer import OptimizerConfig, build_optimizer
+
+pytestmark = pytest.mark.timeout(120, func_only=True)
+DISTANCE = 2.0**-7
+"""Of two neighbors in bfloat16, as a part of the number, at most: it has 8 bits with the leading one."""
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Tensors that are large and small, in two memory formats."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(16, 64, 3), nn.GroupNorm(2, 64), nn.Conv2d(64, 8, 1), nn.Conv2d(8, 640, 1))
+    return layers.to(dtype).to(memory_format=torch.channels_last)
+
+
+def optimizer_of(model: nn.Module, states: str, seed: int = 0, **more) -> torch.optim.Optimizer:
+    config = OptimizerConfig(lr=0.01, weight_decay=0.1, decay="matrices", states=states, **more)
+    return build_optimizer(config, model, 8, seed=seed)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(1, 16, 5, 5, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).dtype)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+# --- rounding ---
+
+
+def test_a_rounding_is_a_neighbor_in_bfloat16_and_the_mean_of_many_is_the_value():
+    """Each is off by less than the distance d of two neighbors, with a variance of at most d^2 / 4."""
+    num, generator = 4096, torch.Generator().manual_seed(1)
+    values = torch.randn(500, generator=generator)
+    one = rounded(values, generator)
+    assert torch.equal(one, one.bfloat16().float()) and ((one - values).abs() < DISTANCE * values.abs()).all()
+    assert torch.equal(rounded(one, generator), one)
+    mean = sum(rounded(values, generator).double() for _ in range(num)) / num
+    allowed = 6.0 * 0.5 * DISTANCE * values.abs().double() / math.sqrt(num)
+    assert ((mean - values).abs() <= allowed).all()
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0])
+    odd = torch.cat([odd, torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)])  # nan of a GPU
+    same = rounded(odd, generator)
+    assert torch.equal(same.isnan(), odd.isnan()) and torch.equal(same[1:5], odd[1:5])
+
+
+def stepped(weights: nn.Parameter, steps: int, **keys) -> torch.Tensor:
+    """Return the weights after so many steps with gradients of 1: each of AdamW's steps is then the rate."""
+    optimizer = build_optimizer(OptimizerConfig(weight_decay=0.0, **keys), nn.ParameterList([weights]), 8)
+    for _ in range(steps):
+        weights.grad = torch.ones_like(weights)
+        optimizer.step()
+    return weights.detach()
+
+
+def test_small_changes_are_lost_to_the_nearest_and_kept_in_the_mean_by_stochastic_rounding():
+    """100 steps of 1e-4 from 1: the next number in bfloat16 is 0.996, and each step's variance is below 0.0039^2 / 4."""
+    nearest, stochastic = (
+        stepped(nn.Parameter(torch.ones(SMALL, dtype=torch.bfloat16)), 100, lr=1e-4, rounding=rounding).double()
+        for rounding in ("nearest", "stochastic")
+    )
+    assert (nearest == 1.0).all()
+    allowed = 6.0 * 0.5 * (DISTANCE / 2) * math.sqrt(100 / SMALL)
+    assert stochastic.mean().item() == pytest.approx(1.0 - 100 * 1e-4, abs=allowed)
+
+
+def test_at_a_small_rate_nearly_all_weights_stand_still_to_the_nearest():
+    """AdamW's step is at most the rate here, 1e-6, which moves a bfloat16 only where half its last bit is less: below 2^-11.
+
+    The weights are as torch begins those of a linear layer of 3,072 inputs: uniform within 3072^-0.5.
+    """
+    most = 3072**-0.5
+    begin = torch.empty(2**18).uniform_(-most, most, generator=torch.Generator().manual_seed(3)).bfloat16()
+    nearest, stochastic = (
+        stepped(nn.Parameter(begin.clone()), 20, lr=1e-6, rounding=rounding, states="bf16") == begin
+        for rounding in ("nearest", "stochastic")
+    )
+    assert nearest.double().mean().item() == pytest.approx(1.0 - 2.0**-11 / most, abs=4e-3)  # 0.973
+    assert stochastic.double().mean() < 0.9
+
+
+# --- steps ---
+
+
+def test_with_float32_states_it_is_torchs_adamw():
+    ours, reference = network(), network()
+    groups = optimizer_of(ours, "fp32").param_groups
+    small = SmallAdamW(
+        [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups],
+        **dict(lr=0.01, betas=(0.9, 0.999), eps=1e-8, states="fp32"),
+    )
+    train(ours, small, range(5))
+    train(reference, optimizer_of(reference, "fp32"), range(5))  # torch's, see below
+    for a, b in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_moments_in_bfloat16_stay_within_the_bound_of_their_roundings():
+    """With one gradient g again and again, AdamW moves by its rate each step: both moments are g and g^2, corrected.
+
+    A rounding changes a moment by less than DISTANCE of itself, and earlier ones fade: after n of them it is off by less
+    than n DISTANCE. So step n + 1 is off by less than (1 + n DISTANCE) / sqrt(1 - n DISTANCE) - 1 of the rate.
+    """
+    weights, steps, rate = nn.Parameter(torch.zeros(SMALL)), 8, 0.01
+    gradient = torch.randn(SMALL, generator=torch.Generator().manual_seed(1))
+    optimizer = build_optimizer(
+        OptimizerConfig(lr=rate, weight_decay=0.0, states="bf16"), nn.ParameterList([weights]), 8
+    )
+    for _ in range(steps):
+        weights.grad = gradient.clone()
+        optimizer.step()
+    expected = -steps * rate * gradient.sign()
+    off = (weights.detach() - expected).abs()
+    bound = rate * sum((1 + n * DISTANCE) / math.sqrt(1 - n * DISTANCE) - 1 for n in range(steps))
+    assert 0 < off.max() < bound
+    assert (weights.detach() - expected).mul(gradient.sign()).mean().abs() < bound / 10  # in the mean they cancel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_params"])
+def test_large_tensors_have_small_states_and_small_ones_float32(dtype):
+    model = network(dtype)
+    optimizer = optimizer_of(model, "bf16")
+    train(model, optimizer, range(1))
+    assert {p.numel() >= SMALL for p in model.parameters()} == {True, False}
+    for parameter, state in optimizer.state.items():
+        kind = torch.bfloat16 if parameter.numel() >= SMALL else torch.float32
+        assert {state[name].dtype for name in low_memory_adamw.NAMES} == {kind}, parameter.shape
+        assert {k: (v.dtype, v.shape) for k, v in state.items()} == {
+            k: (v.dtype, v.shape) for k, v in optimizer.empty_state(parameter, "meta").items()
+        }
+    assert isinstance(optimizer_of(network(), "fp32"), torch.optim.AdamW), "the default is what it was"
+
+
+def test_a_tensor_in_pieces_is_that_in_one(monkeypatch):
+    whole, parts = network(), network()
+    train(whole, optimizer_of(whole, "bf16", rounding="nearest"), range(3))
+    monkeypatch.setattr(low_memory_adamw, "PIECE", 1024)
+    train(parts, optimizer_of(parts, "bf16", rounding="nearest"), range(3))
+    assert equal(whole, parts)
+
+
+# --- on several ranks ---
+
+
+def layers() -> nn.Module:
+    """Rows that two ranks share evenly, and 65 that they do not."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 65, bias=False))
+
+
+def of_a_rank(rank: int, folder: str, states: str, dtype: torch.dtype) -> None:
+    """Train a network that is divided over two ranks, and keep its whole weights and moments."""
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = fully_shard(layers().to(dtype))
+    optimizer = optimizer_of(model, states)
+    for step in range(3):
+        for n, parameter in enumerate(model.parameters()):
+            whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + n))
+            parameter.grad = distribute_tensor(whole.to(dtype), parameter.device_mesh, parameter.placements)
+        norm = total_norm([parameter.grad for parameter in model.parameters()])
+        optimizer.step()
+    saved = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    for n, state in optimizer.state_dict()["state"].items():
+        saved |= {f"{n}.{name}": v.full_tensor() for name, v in state.items() if isinstance(v, DTensor)}
+    if rank == 0:
+        torch.save({**saved, "norm": norm}, f"{folder}/kept.pt")
+    torch.distributed.barrier()  # gloo's threads end a process whose peer has left before
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("states", "dtype"), [("fp32", torch.bfloat16), ("bf16", torch.float32)])
+def test_two_ranks_with_half_of_each_tensor_make_the_step_of_one(tmp_path, states, dtype):
+    """Random bits are drawn for each part, so the two differ by roundings: by less than a distance in each of 3 steps."""
+    torch.multiprocessing.spawn(of_a_rank, (str(tmp_path), states, dtype), nprocs=2)
+    saved, model = torch.load(tmp_path / "kept.pt"), layers().to(dtype)
+    optimizer = optimizer_of(model, states)
+    for step in range(3):
+        for n, parameter in enumerate(model.parameters()):
+            whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + n))
+            parameter.grad = whole.to(dtype)
+        norm = total_norm([parameter.grad for parameter in model.parameters()])
+        optimizer.step()
+    assert saved["norm"].item() == pytest.approx(norm.item(), rel=1e-6)
+    for name, value in model.state_dict().items():
+        assert saved[name].dtype == dtype
+        torch.testing.assert_close(saved[name], value, rtol=3 * DISTANCE, atol=0.002)
+    for n, state in optimizer.state_dict()["state"].items():
+        for name in low_memory_adamw.NAMES:
+            same_type = saved[f"{n}.{name}"].dtype == state[name].dtype
+            assert same_type and saved[f"{n}.{name}"].shape == state[name].shape
+            torch.testing.assert_close(saved[f"{n}.{name}"], state[name], rtol=3 * DISTANCE, atol=2e-3)
+
+
+# --- the same again ---
+
+
+KINDS = [("bf16", torch.float32), ("fp32", torch.bfloat16), ("bf16", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("states", "dtype"), KINDS)
+def test_a_seed_gives_the_same_weights_on_every_rank_whatever_the_global_generator_does(monkeypatch, states, dtype):
+    models = [network(dtype) for _ in range(3)]
+    for number, (model, seed) in enumerate(zip(models, (5, 5, 6), strict=True)):
+        monkeypatch.setenv("RANK", str(number))  # a copy on another rank
+        optimizer = optimizer_of(model, states, seed)
+        torch.manual_seed(number)
+        train(model, optimizer, range(3))
+    assert equal(models[0], models[1]) and not equal(models[0], models[2])
+
+
+@pytest.mark.parametrize(("states", "dtype"), KINDS)
+def test_a_state_that_was_saved_and_loaded_continues_bit_for_bit(states, dtype):
+    whole, stopped, resumed = (network(dtype) for _ in range(3))
+    train(whole, optimizer_of(whole, states), range(4))
+    optimizer = optimizer_of(stopped, states)
+    train(stopped, optimizer, range(2))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    resumed.load_state_dict(stopped.state_dict())
+    again = optimizer_of(resumed, states)
+    again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    train(resumed, again, range(2, 4))
+    assert equal(whole, resumed)
+
+
+# --- runs ---
+
+
+def words_of(folder: Path, name: str, *more: str) -> list[str]:
+    often = ["save.every_images=16", "save.keep=9", "save.snapshot_every_images=0", "ema.enabled=true"]
+    return [*TINY_RUN, "data.synthetic=true", f"run_folder={folder}", f"run_name={name}", *often, *more]
+
+
+@pytest.mark.parametrize("family", ["sd2", pytest.param("sdxl", marks=pytest.mark.slow), "flux"])
+@pytest.mark.usefixtures("quick_estimate")
+def test_each_family_trains_with_bfloat16_weights_and_resumes_bit_for_bit(tmp_path, capsys, family):
+    keys = ["precision=bf16_params", "optimizer.states=bf16", f"model.family={family}"]
+    assert benchmark.main(words_of(tmp_path, "whole", *keys)) == 0
+    assert benchmark.main(words_of(tmp_path, "resumed", *keys, "max_duration=2ba")) == 0
+    assert benchmark.main(words_of(tmp_path, "resumed", *keys)) == 0
+    whole, resumed = newest(tmp_path, "whole"), newest(tmp_path, "resumed")
+    assert same_training(whole, resumed)
+    assert {t.dtype for t in whole["model"].values()} == {torch.bfloat16}
+    assert {t.dtype for t in whole["ema"]["weights"].values()} == {torch.float32}
+    for key, value, was in (("optimizer.states", "fp32", "bf16"), ("precision", "fp32", "bf16_params")):
+        assert benchmark.main(words_of(tmp_path, "resumed", *keys, "max_duration=6ba", f"{key}={value}")) == 2
+        assert f"{key}: {value}, but {tmp_path}/resumed was begun with {was}." in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick_estimate")
+def test_a_run_with_float32_weights_begins_with_those_of_one_with_bfloat16(tmp_path):
+    assert benchmark.main(words_of(tmp_path, "small", "precision=bf16_params", "max_duration=2ba")) == 0
+    begins = [
+        f"model.denoiser={tmp_path}/small",
+        "max_duration=2ba",
+        "optimizer.lr=1e-30",
+        "optimizer.weight_decay=0.0",
+    ]
+    assert benchmark.main(words_of(tmp_path, "wide", *begins)) == 0
+    small, wide = newest(tmp_path, "small")["model"], newest(tmp_path, "wide")["model"]
+    assert all(torch.equal(small[name].float(), wide[name]) for name in small)
+
+
+def test_keys_that_contradict_each_other_are_refused_by_name(monkeypatch):
+    def result(precision: str | None, **keys) -> list[tuple[str, str]]:
+        return low_memory_adamw.problems(OptimizerConfig(**keys), precision)
+
+    assert result("fp32") == result("bf16_params", rounding="nearest") == result(None, states="bf16") == []
+    assert result("fp32", states="bf16", rounding="stochastic") == []
+    [(key, text)] = result(None, rounding="stochastic")
+    assert key == "optimizer.rounding" and text.startswith("stochastic, but nothing is rounded to bf16: ")
+    monkeypatch.setattr(low_memory_adamw.importlib.util, "find_spec", lambda name: None)
+    [(key, text), (other, _)] = result("bf16", states="8bit", rounding="stochastic")
+    assert (key, other) == ("optimizer.states", "optimizer.rounding")
+    assert text.startswith("8bit needs torchao, which is not installed. pip install --no-deps torchao")

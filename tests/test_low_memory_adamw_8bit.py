@@ -1,0 +1,108 @@
+"""training/low_memory_adamw.py with moments in 8 bits, against torchao's own AdamW8bit. `make test-8bit` has torchao."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+
+import pytest
+import torch
+from conftest import TINY_RUN
+from test_checkpoints import newest, same_training
+from test_low_memory_adamw import network, optimizer_of, train
+from test_memory import bytes_beside
+from torch import nn
+
+import benchmark
+from training.low_memory_adamw import BLOCK, BYTES_OF_A_PIECE, NAMES, SMALL, scale_of
+from training.optimizer import OptimizerConfig, build_optimizer
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao: make test-8bit has it"),
+    pytest.mark.timeout(120, func_only=True),
+]
+SHAPES = ((64, 128), (16, 16, 4, 4), (50, 100), (1000,))
+"""Two tensors in 8 bits; one whose numbers are not whole blocks, and a small one."""
+
+
+def parameters() -> nn.ParameterList:
+    torch.manual_seed(0)
+    return nn.ParameterList([torch.randn(shape) for shape in SHAPES])
+
+
+def test_it_is_torchaos_own(monkeypatch):
+    """Torchao's step, not compiled; its codes may be one apart where a value lies between two of them."""
+    from torchao.optim import AdamW8bit
+
+    monkeypatch.setattr(torch, "compile", lambda step, **options: step)
+    ours, theirs = parameters(), parameters()
+    optimizer = build_optimizer(OptimizerConfig(lr=0.01, weight_decay=0.1, states="8bit"), ours, 8)
+    reference = AdamW8bit(theirs.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(10):
+        torch.manual_seed(step)
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        optimizer.step()
+        reference.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        mine, own = optimizer.state[one], reference.state[other]
+        for name in NAMES:
+            is_small = mine[name].dtype == torch.float32
+            assert is_small == (type(own[name]) is torch.Tensor)
+            if is_small:
+                torch.testing.assert_close(mine[name], own[name])
+            else:
+                codes, scale = mine[name].view(one.shape), mine[scale_of(name)]
+                assert (codes.int() - own[name].codes.int()).abs().max() <= 1
+                assert (codes == own[name].codes).float().mean() > 0.999
+                torch.testing.assert_close(scale, own[name].scale, rtol=1e-4, atol=0.0)
+
+
+def test_a_moment_takes_a_byte_a_number_and_a_scale_a_block():
+    model = network()
+    optimizer = optimizer_of(model, "8bit")
+    train(model, optimizer, range(1))
+    for parameter, state in optimizer.state.items():
+        num = parameter.numel()
+        saved = sum(value.nbytes for name, value in state.items() if name != "step")
+        is_small = num < SMALL or num % BLOCK
+        assert saved == (2 * 4 * num if is_small else 2 * (num + 4 * num // BLOCK))
+        assert {k: (v.dtype, v.shape) for k, v in state.items()} == {
+            k: (v.dtype, v.shape) for k, v in optimizer.empty_state(parameter, "meta").items()
+        }
+
+
+def test_a_step_takes_no_more_beside_the_states_than_is_planned(monkeypatch):
+    assert 0.9 < bytes_beside("8bit", monkeypatch) / BYTES_OF_A_PIECE["8bit"] <= 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_params"])
+def test_a_saved_and_loaded_state_continues_bit_for_bit_in_any_memory_format(dtype):
+    """A checkpoint holds plain tensors: it is read without torchao."""
+    whole, stopped, resumed = network(dtype), network(dtype), network(dtype).to(memory_format=torch.contiguous_format)
+    train(whole, optimizer_of(whole, "8bit"), range(4))
+    optimizer = optimizer_of(stopped, "8bit")
+    train(stopped, optimizer, range(2))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    resumed.load_state_dict(stopped.state_dict())
+    again = optimizer_of(resumed, "8bit")
+    again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    resumed.to(memory_format=torch.channels_last)  # gradients in other formats differ in their last bits
+    train(resumed, again, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.usefixtures("quick_estimate")
+def test_a_run_resumes_bit_for_bit(tmp_path):
+    often = ["save.every_images=16", "save.keep=9", "save.snapshot_every_images=0", "optimizer.states=8bit"]
+    words = [*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", *often]
+    assert benchmark.main([*words, "run_name=whole"]) == 0
+    assert benchmark.main([*words, "run_name=resumed", "max_duration=2ba"]) == 0
+    assert benchmark.main([*words, "run_name=resumed"]) == 0
+    whole, resumed = newest(tmp_path, "whole"), newest(tmp_path, "resumed")
+    assert same_training(whole, resumed)
+    kinds = {value.dtype for state in whole["optimizer"]["state"].values() for value in state.values()}
+    assert kinds == {torch.uint8, torch.float32}

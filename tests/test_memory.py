@@ -1,0 +1,216 @@
+"""training/memory.py and preflight/plan.py: memory by kind against counted bytes, divided over ranks; what fits on cards."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import weakref
+
+import pytest
+import torch
+from test_low_memory_adamw import optimizer_of
+from test_speed import model_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import benchmark
+from families.encoders import ModelConfig
+from families.objectives import ObjectiveConfig
+from model import AUTOCAST_DTYPES
+from preflight import plan
+from training import low_memory_adamw, memory
+from training.memory import BUCKETS, EMA, STATES, UPDATE, Cost, measure_cost
+
+GIB = 2**30
+LARGE = Cost(
+    trained_parameters=12 * 10**9,
+    frozen_parameters=0,
+    flops_per_image=1.0,
+    activation_gib_per_image=0.5,
+    activation_gib_once=2.0,
+    frozen_gib=1.0,
+    small_parameters=10**6,
+    uneven_parameters=10**7,
+    largest_tensor=10**8,
+    largest_block=3 * 10**8,
+    num_blocks=64,
+    beside_blocks=10**8,
+    precision="bf16",
+)
+RUN = {
+    "precision": "bf16",
+    "compile": "whole",
+    "model.frozen_device": "device",
+    "ema.enabled": False,
+    "ema.device": "model",
+}
+
+
+def num_bytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+# --- kinds ---
+
+
+@pytest.mark.parametrize(
+    ("family", "states", "precision"),
+    [("sd2", "fp32", "fp32"), ("sdxl", "bf16", "fp32"), ("flux", "fp32", "bf16_params")],
+)
+def test_weights_gradients_and_states_are_those_of_a_real_step(family, states, precision):
+    """Bytes of the tensors themselves, but for the step that each counts. In 8 bits: tests/test_low_memory_adamw_8bit.py."""
+    config = ModelConfig(family, "tiny", weights="random")
+    traced = measure_cost(config, ObjectiveConfig(), stage="moments", size=(64, 64), precision=precision)
+    kinds = dataclasses.replace(traced, states=states).memory_by_kind(1, ema=True)
+    model = model_of({}, family, precision=precision)
+    optimizer = optimizer_of(model, states)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    moments = [state[name] for state in optimizer.state.values() for name in low_memory_adamw.NAMES]
+    assert kinds["weights"] * GIB == num_bytes(model.parameters())
+    assert kinds["gradients"] * GIB == num_bytes(parameter.grad for parameter in model.parameters())
+    assert kinds[STATES] * GIB == pytest.approx(num_bytes(moments), rel=1e-9)
+    assert kinds[EMA] * GIB == 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert (kinds[UPDATE] > 0) == (type(optimizer) is low_memory_adamw.SmallAdamW)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors that torch's operations made and nobody has freed, without those of `known`."""
+
+    def __init__(self, known: list[torch.Tensor]):
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.alive: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if (place := storage.data_ptr()) not in self.known and place not in self.alive:
+                    self.alive[place] = storage.nbytes()
+                    weakref.finalize(storage, self.alive.pop, place, None)
+        self.most = max(self.most, sum(self.alive.values()))
+        return made
+
+
+def bytes_beside(states: str, monkeypatch) -> float:
+    """Bytes a number that a piece of a step takes beside weights, gradients and states."""
+    num = 2**16
+    monkeypatch.setattr(low_memory_adamw, "PIECE", num // 4)
+    weights = torch.nn.Parameter(torch.zeros(num, dtype=torch.bfloat16))
+    optimizer = optimizer_of(torch.nn.ParameterList([weights]), states)
+    weights.grad = torch.ones_like(weights)
+    optimizer.step()
+    peak = Peak([weights, weights.grad, *optimizer.state[weights].values()])
+    with peak:
+        optimizer.step()
+    return peak.most / (num // 4)
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+def test_a_step_in_pieces_takes_no_more_beside_the_states_than_is_planned(monkeypatch, states):
+    """In 8 bits: tests/test_low_memory_adamw_8bit.py."""
+    assert 0.5 < bytes_beside(states, monkeypatch) / low_memory_adamw.BYTES_OF_A_PIECE[states] <= 1.0
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("family", ["sd2", "flux"])
+def test_activations_are_the_peak_of_a_real_step_also_where_blocks_are_computed_twice(family, fraction):
+    """A block that is computed twice keeps its inputs, and in the backward pass one is there whole."""
+    model = model_of({"gradient_checkpointing": fraction}, family)
+    columns, most = model.family.columns("moments", (64, 64), stored_text=True), []
+    for num in (4, 8):
+        batch = {name: torch.zeros_like(tensor) for name, tensor in memory._batch(model, columns, num).items()}
+        model.loss(model(batch), batch).backward()  # gradients are there
+        gradients = [parameter.grad for parameter in model.parameters()]
+        with Peak([*model.parameters(), *gradients, *batch.values()]) as peak:
+            model.loss(model(batch), batch).backward()
+        most.append(peak.most / GIB)
+    planned = memory._saved_gib(model, columns, 2) - memory._saved_gib(model, columns, 1)
+    assert planned == pytest.approx((most[1] - most[0]) / 4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "num", "parts"), [("off", 16, 1), ("full", 16, 16), ("hybrid", 16, 8), ("full", 1, 1)]
+)
+def test_sharding_divides_what_is_kept_for_each_parameter_and_gathers_blocks(sharding, num, parts):
+    whole = plan.cost_over_gpus(LARGE, 1, sharding).memory_by_kind(2, ema=True)
+    kinds = plan.cost_over_gpus(LARGE, num, sharding).memory_by_kind(2, ema=True)
+    for kind in ("weights", "gradients", STATES, EMA):
+        assert kinds[kind] == pytest.approx(whole[kind] / parts)
+    is_sharded = parts > 1
+    gathered = 2 * (3 * 3 * 10**8 + 2 * 10**8) / GIB  # bf16: two blocks and a block's gradient; twice what is in none
+    assert kinds["gathered blocks"] == (pytest.approx(gathered) if is_sharded else 0.0)
+    assert kinds["cast weights"] == (0.0 if is_sharded else 2.0)
+    assert kinds[BUCKETS] == (pytest.approx(whole["gradients"]) if sharding == "off" else 0.0)
+    assert (kinds["activations"], kinds["frozen encoders"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "states", "each"),
+    [
+        *(("bf16", "fp32", 16), ("bf16", "bf16", 12), ("bf16", "8bit", 10)),
+        *(("bf16_params", "bf16", 8), ("bf16_params", "8bit", 6)),
+    ],
+)
+def test_bytes_a_parameter_by_precision_and_states(precision, states, each):
+    kinds = dataclasses.replace(LARGE, precision=precision, states=states).memory_by_kind(0, ema=False)
+    num_bytes = sum(kinds[kind] for kind in ("weights", "gradients", STATES)) * GIB
+    assert num_bytes == pytest.approx(each * LARGE.trained_parameters, rel=0.01)
+
+
+def test_the_size_of_a_checkpoint_is_that_of_its_tensors():
+    small = dataclasses.replace(LARGE, precision="bf16_params", states="bf16", small_parameters=0)
+    assert small.snapshot_gib(ema=False) * GIB == pytest.approx(2 * small.trained_parameters)
+    assert small.checkpoint_gib(ema=True) * GIB == pytest.approx((2 + 4 + 4) * small.trained_parameters)
+
+
+# --- cards ---
+
+
+def test_the_smallest_number_of_cards_is_the_first_on_which_an_image_fits():
+    numbers = [plan.fewest_cards(LARGE, gib, "full", ema=False) for gib in plan.CARDS_GIB]
+    for gib, num in zip(plan.CARDS_GIB, numbers, strict=True):
+        need = [plan.cost_over_gpus(LARGE, n, "full").memory_gib(1, ema=False) for n in (num - 1, num)]
+        assert need[1] <= memory.USABLE_FRACTION * gib < need[0]
+    assert plan.fewest_cards(LARGE, 80, "off", ema=False) is None
+    assert plan.images_a_pass(LARGE, 80, ema=False) == 0
+    over_eight = plan.cost_over_gpus(LARGE, 8, "full")
+    room = memory.USABLE_FRACTION * 80 - over_eight.memory_gib(0, ema=False)
+    assert plan.images_a_pass(over_eight, 80, ema=False) == int(room / 0.5)
+    assert plan.smallest_num_cards(LARGE, RUN) == [
+        "smallest number of cards with sharding=off: of 80 GiB none is enough, of 139 GiB none is enough",
+        "smallest number of cards with sharding=full: of 80 GiB {}, of 139 GiB {}".format(*numbers),
+    ]
+
+
+def test_without_a_gpu_a_gpus_activations_are_estimated():
+    assert plan.on_gpus(LARGE, RUN) == LARGE  # compiled: the norms are computed again
+    eager = plan.on_gpus(LARGE, {**RUN, "compile": "off"})
+    assert eager.activation_gib_per_image == 0.5 * memory.CUDA_AUTOCAST_FACTOR and "bf16" in AUTOCAST_DTYPES
+    assert plan.on_gpus(LARGE, {**RUN, "compile": "off", "precision": "fp32"}) == LARGE
+    assert plan.on_gpus(LARGE, {**RUN, "model.frozen_device": "cpu"}).frozen_gib == 0.0
+
+
+FULL = [
+    ("sd2", ["image_size=512"]),
+    ("sdxl", ["image_size=1024"]),
+    *(
+        ("flux", ["image_size=512", f"model.variant={variant}", "data.stage=moments", "data.text=stored"])
+        for variant in ("dev", "schnell")
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400, func_only=True)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMSNorm of bf16 without a fused kernel
+@pytest.mark.parametrize(("family", "keys"), FULL, ids=lambda key: key if isinstance(key, str) else key[-3:][0])
+def test_each_full_preset_has_a_smallest_number_of_cards(family, keys, capsys):
+    words = [f"model.family={family}", "data.synthetic=true", "global_batch_size=8", "precision=bf16", *keys]
+    benchmark.main([*words, "--print_config"])
+    output = capsys.readouterr().out
+    result = re.search(r"# smallest number of cards with sharding=full: of 80 GiB (\d+), of 139 GiB (\d+)\n", output)
+    assert result is not None and int(result[1]) >= int(result[2]) >= 1

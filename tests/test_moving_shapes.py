@@ -1,0 +1,353 @@
+"""The moving miniature: its scenes and videos, how motion is read, its family against diffusers, and its recipe."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from omegaconf import OmegaConf
+from test_video_families import scheduler_of
+from wandb_file import offline
+
+import benchmark
+import eval as eval_command
+from bench import motion as motion_command
+from bench.motion import centres_of, motion_in
+from families import load_family
+from families.encoders import ModelConfig, build_encoders
+from families.objectives import ObjectiveConfig
+from families.shapes import family as shapes_family
+from families.shapes import networks
+from families.shapes.scenes import (
+    COLOURS,
+    CROSSED_PLACES,
+    DIRECTIONS,
+    NUM_FRAMES,
+    WORDS,
+    MovingScene,
+    draw_moving_scene,
+    list_moving_scenes,
+)
+from mds.videos import inspect_video
+from model import LatentDiffusion, build_model
+from prepare import latents, shapes, shards
+from prepare.shapes import STILL, VideoSet, draw_jitter, render_moving
+from run_folder import sample_videos
+
+YAML = ROOT / "yamls/shapes_moving.yaml"
+OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
+SCENES = [draw_moving_scene(number, 5) for number in range(80)]
+
+
+def video_of(scene: MovingScene, number: int = 0) -> torch.Tensor:
+    return render_moving(scene, 32, draw_jitter(number, 5)[0])
+
+
+# --- scenes and videos ---
+
+
+def test_every_scene_has_its_own_caption_that_the_text_encoder_reads_whole():
+    """All words but two that say nothing are known."""
+    scenes = list_moving_scenes()
+    captions = {scene.caption for scene in scenes}
+    assert len(scenes) == len(captions) == 2 * 8 * 4 * 7 * 4 * 3 == 5376
+    assert Counter(scene.direction for scene in scenes) == dict.fromkeys(DIRECTIONS, 1344)
+    assert all(scene.caption in captions and scene.part == "training" for scene in SCENES)
+    assert {word for caption in captions for word in caption.split()} - set(WORDS) == {"moving", "to"}
+    assert all(caption.count(" moving to the ") == 1 for caption in captions)
+    assert max(len(caption.split()) for caption in captions) + 2 <= networks.NUM_TOKENS  # with start and end
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_video_backwards_is_that_of_the_opposite_direction(direction):
+    """Pixel for pixel, so that no frame alone shows the direction."""
+    for place in CROSSED_PLACES[direction]:
+        scene, other = (
+            MovingScene("large", "red", "triangle", place, to, "white") for to in (direction, OPPOSITE[direction])
+        )
+        one, two = (render_moving(each, 32, STILL[0]) for each in (scene, other))
+        assert torch.equal(one.flip(1), two) and not torch.equal(one, two)
+
+
+def test_motion_is_read_as_it_was_drawn_and_an_object_stays_inside():
+    for number, scene in enumerate(SCENES):
+        video = video_of(scene, number)
+        edge = torch.cat([video[:, :, 0], video[:, :, -1], video[..., 0], video[..., -1]], dim=-1)
+        assert (edge == torch.tensor(COLOURS[scene.background])[:, None, None]).all(), scene.caption
+        assert motion_in(video) == (scene.direction, scene.place), scene.caption
+
+
+def test_the_command_writes_videos_with_their_captions_and_always_the_same(tmp_path, capsys):
+    for name in ("one", "two"):
+        assert shapes.main([str(tmp_path / name), "world=moving", "num_images=5", "seed=3"]) == 0
+    assert (tmp_path / "one/00000.tar").read_bytes() == (tmp_path / "two/00000.tar").read_bytes()
+    with tarfile.open(tmp_path / "one/00000.tar") as tar:
+        files = {member.name: tar.extractfile(member).read() for member in tar.getmembers()}
+    scenes = [draw_moving_scene(number, 3) for number in range(5)]
+    assert [files[f"{number:09d}.txt"].decode() for number in range(5)] == [scene.caption for scene in scenes]
+    assert json.loads(files["000000001.json"])["direction"] == scenes[1].direction
+    info = inspect_video(files["000000002.mp4"])
+    assert (info.width, info.height, info.num_frames, info.fps) == (32, 32, NUM_FRAMES, 8.0)
+    assert shapes.main([str(tmp_path / "a"), "world=moving", "image_size=33"]) == 2
+    assert capsys.readouterr().err.endswith("image_size: 33. A video's sides are even numbers.\n")
+
+
+def test_parts_and_prompts_share_no_caption_and_shuffling_keeps_captions(tmp_path):
+    def captions(name: str, *words: str) -> list[str]:
+        assert shapes.main([str(tmp_path / name), "world=moving", *words]) == 0
+        if name.endswith(".tsv"):
+            return [line.split("\t")[2] for line in (tmp_path / name).read_text().splitlines()[1:]]
+        with tarfile.open(tmp_path / name / "00000.tar") as tar:
+            return [tar.extractfile(m).read().decode() for m in tar.getmembers() if m.name.endswith(".txt")]
+
+    training, reference = (captions(part, "num_images=60", f"part={part}") for part in ("training", "reference"))
+    prompts = captions("p.tsv", "num_images=256", "part=prompts")
+    assert len(set(prompts)) == 256 and len({*training, *reference, *prompts}) == sum(
+        len(set(each)) for each in (training, reference, prompts)
+    )
+    shuffled = captions("shuffled", "num_images=60", "captions=shuffled")
+    assert sorted(shuffled) == sorted(training) and shuffled != training
+
+
+# --- how motion is read off ---
+
+
+def test_the_centre_of_a_moving_object_is_where_it_was_drawn():
+    for scene in SCENES:
+        if scene.shape == "triangle":
+            continue  # whose centre of mass is not that of its height
+        centres = centres_of(render_moving(scene, 32, STILL[0]))
+        wanted = [scene.centre(number / (NUM_FRAMES - 1)) for number in range(NUM_FRAMES)]
+        assert float((centres - torch.tensor(wanted)).abs().max()) < 0.4 / 32  # less than half a pixel
+
+
+def test_an_object_that_stands_still_jumps_or_is_missing_has_no_direction():
+    video = video_of(SCENES[0])
+    assert motion_in(video[:, :1].expand(-1, NUM_FRAMES, -1, -1)).direction is None
+    assert motion_in(video[:, [0, 8, 0, 8, 4, 8, 0, 8, 0]]).direction is None
+    empty = video.clone()
+    empty[:, 4] = video[:, 4, :1, :1]
+    assert motion_in(empty) == (None, None)
+    noise = torch.randint(0, 256, video.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert motion_in(noise).direction is None
+
+
+# --- the family, and its shipped VAE ---
+
+
+@pytest.fixture
+def tiny() -> LatentDiffusion:
+    config = ModelConfig("shapes", "tiny", "moving", weights="shipped")
+    objective = ObjectiveConfig(caption_dropout=0.0)
+    model = build_model(config, objective, size=(48, 32, 9), normalize="symmetric", seed=0)
+    return model.to_device(torch.device("cpu"), "fp32")
+
+
+def test_videos_are_those_of_diffusers_pipeline(tiny, monkeypatch):
+    """Times to 1000, guidance, means and deviations of the latents: Wan's pipeline with the same parts.
+
+    The positions of latents as extra channels are only ours; they are added on the way.
+    """
+    from diffusers import WanPipeline
+
+    for parameter in tiny.denoiser.parameters():  # layers that start at zero would hide all else
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.05)
+    noise = torch.randn(2, *tiny.family.latent_shape((48, 32, 9)), generator=torch.Generator().manual_seed(0))
+    tokens = tiny.family.tokenize([scene.caption for scene in SCENES[:2]])
+    made = tiny.generate(tokens, noise, sampler="euler", steps=4, guidance=2.0)
+    states, empty = (tiny.family.encode_text(tiny.frozen, t)["text"] for t in (tokens, tiny.family.tokenize(["", ""])))
+    vae: Any = tiny.frozen["vae"]
+    means, stds = list(shapes_family.MOVING_LATENT_MEANS), list(shapes_family.MOVING_LATENT_STDS)
+    vae.register_to_config(latents_mean=means, latents_std=stds, scale_factor_spatial=4)
+    pipeline = WanPipeline(None, None, vae=vae, scheduler=scheduler_of(3.0), transformer=tiny.denoiser)
+    pipeline.set_progress_bar_config(disable=True)
+    own = tiny.denoiser.forward
+    axes = [torch.tensor([-1.0, 0.0, 1.0]), torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 12)]
+    positions = torch.stack(torch.meshgrid(*axes, indexing="ij"))
+
+    def forward(hidden_states: torch.Tensor, **more: Any) -> Any:
+        return own(torch.cat([hidden_states, positions.expand(len(hidden_states), -1, -1, -1, -1)], dim=1), **more)
+
+    monkeypatch.setattr(tiny.denoiser, "forward", forward)
+    prompts = dict(prompt_embeds=states, negative_prompt_embeds=empty, guidance_scale=2.0)
+    size = dict(width=48, height=32, num_frames=9, output_type="pt")
+    with torch.no_grad():
+        theirs = pipeline(latents=noise, num_inference_steps=4, **prompts, **size).frames.transpose(1, 2)
+    assert made.shape == theirs.shape == (2, 3, 9, 32, 48) and float((made - theirs).abs().max()) < 2e-5
+
+
+def short_video(folder: Path) -> None:
+    comment = json.dumps({"prompt": SCENES[0].caption})
+    sample_videos.write_mp4(folder / "a.mp4", video_of(SCENES[0])[:, :5], 8.0, comment)
+
+
+def test_the_shipped_video_vae_keeps_motion_and_its_constants_are_those_of_its_file():
+    folder = networks.WEIGHTS / "video_vae"
+    told, config = (json.loads((folder / name).read_text()) for name in ("quality.json", "config.json"))
+    assert list(shapes_family.MOVING_LATENT_MEANS) == config["latents_mean"] == told["latent_mean_of_channels"]
+    assert list(shapes_family.MOVING_LATENT_STDS) == config["latents_std"] == told["latent_std_of_channels"]
+    vae = build_encoders(load_family("shapes", "full", "moving"), "shipped").modules["vae"]
+    scenes = [draw_moving_scene(number, 5, "reference") for number in range(32)]
+    videos = torch.stack([video_of(scene, number) for number, scene in enumerate(scenes)]) / 127.5 - 1
+    with torch.no_grad():
+        latents = vae.encode(videos).latent_dist.sample(torch.Generator().manual_seed(0))
+        rebuilt = ((vae.decode(latents).sample.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    seen = [motion_in(video).direction for video in rebuilt]
+    assert seen == [scene.direction for scene in scenes]
+    scaled = load_family("shapes", "full", "moving").normalize_latents(latents).transpose(0, 1).flatten(1)
+    assert scaled.mean(dim=1).abs().max() < 0.25 and (scaled.std(dim=1) - 1).abs().max() < 0.15
+
+
+# --- the recipe ---
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """Videos, their latents, held-out ones, and prompts."""
+    folder = tmp_path_factory.mktemp("moving")
+    for name, words in {"videos": ["num_images=96"], "held-out": ["num_images=32", "part=reference"]}.items():
+        assert shapes.main([str(folder / f"{name}-tars"), "world=moving", *words]) == 0
+        assert shards.main([str(folder / f"{name}-tars"), str(folder / name)]) == 0
+        of_family = ["model.family=shapes", "model.variant=moving", "image_size=32", "num_frames=9", "batch_size=16"]
+        assert latents.main([str(folder / name), str(folder / f"{name}-moments"), *of_family]) == 0
+    assert shapes.main([str(folder / "prompts.tsv"), "world=moving", "part=prompts", "num_images=6"]) == 0
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240, func_only=True)
+def test_the_recipe_shortened_runs_validates_draws_and_is_read_off_afterwards(made, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    words = [f"data.remote={made}/videos-moments", "data.local=null", "data.workers=0", "max_duration=48ba"]
+    words += [f"validation.remote={made}/held-out-moments", "validation.local=null", "validation.every_images=384"]
+    words += [f"samples.prompts={made}/prompts.tsv", "samples.every_images=768", "eval.samples=4", "eval.steps=3"]
+    words += [f"run_folder={tmp_path}", "run_name=short", "loggers.progress_bar=false", "schedule.warmup_batches=2"]
+    words += ["validation.num_samples=32", "save.snapshot_every_images=768", "loggers.tensorboard.log_dir=null"]
+    words += ["loggers.wandb.project=easel", "loggers.wandb.mode=offline"]
+    assert benchmark.main([str(YAML), *words]) == 0
+    run = tmp_path / "short"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["val_loss"] for line in lines if line.get("validation")]
+    assert len(losses) == 3 and all(later < earlier for earlier, later in pairwise(losses)), losses
+
+    names = {path.relative_to(run / "samples").as_posix() for path in (run / "samples").rglob("*.*")}
+    at_ends = [f"im{images:012d}" for images in (0, 768)]
+    assert names == {"captions.txt"} | {
+        name for at in at_ends for name in (f"{at}.png", f"{at}.gif", *(f"{at}/{place:02d}.mp4" for place in range(4)))
+    }
+    assert sample_videos.read_mp4(run / "samples/im000000000768/03.mp4").shape == (3, 9, 32, 32)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [folder] = {path.parent for path in (run / "tensorboard").rglob("events*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    shown = events.Images("samples/videos")
+    assert [film.step for film in shown] == [0, 48] and (shown[0].width, shown[0].height) == (66, 66)
+    assert shown[-1].encoded_image_string == (run / "samples/im000000000768.gif").read_bytes()
+
+    assert "samples/videos" in offline(run).names()
+    assert len(list((run / "wandb").glob("offline-run-*/files/media/videos/samples/videos_*.gif"))) == 2
+
+    drawn, record = tmp_path / "drawn", tmp_path / "motion.json"
+    drawing = [str(run), f"images={drawn}", f"prompts={made}/prompts.tsv"]
+    assert eval_command.main(drawing) == 0 and eval_command.main(drawing) == 0
+    assert "drawn=0 " in capfd.readouterr().out  # the second time
+    assert len(list(drawn.glob("*.mp4"))) == 6
+    assert motion_command.main([f"videos={drawn}", f"results={record}"]) == 0
+    [case] = json.loads(record.read_text())["cases"]
+    assert (case["num_videos"], case["num_captions"], case["images_seen"]) == (6, 6, 768)
+    assert case["direction"] == sum(n for seen, n in case["seen"].items() if seen.split()[0] == seen.split()[2]) / 6
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "has no MP4 file. Give a folder that eval.py drew."),
+        (lambda folder: (folder / "a.mp4").write_bytes(b"no video"), "a.mp4 cannot be read: "),
+        (
+            lambda folder: sample_videos.write_mp4(folder / "a.mp4", video_of(SCENES[0]), 8.0),
+            "a.mp4 has no caption of the moving ",
+        ),
+        (short_video, "or not 9 frames. Give a folder that eval.py drew of its prompts."),
+    ],
+    ids=["empty", "broken", "third-party", "short"],
+)
+def test_a_folder_without_videos_of_the_moving_miniature_is_refused(make, message, tmp_path, capsys):
+    make(tmp_path)
+    assert motion_command.main([f"videos={tmp_path}", f"results={tmp_path}/m.json"]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "m.json").exists()
+
+
+def test_the_motion_command_reads_drawn_videos_right(tmp_path):
+    """Videos of the captions themselves, and of other captions."""
+    wanted = VideoSet(40, 32, 5, "prompts", "one", "own")
+    for number in range(40):
+        scene, other = wanted.scene(number), wanted.scene((number + 1) % 40)
+        for name, caption in (("own", scene.caption), ("others", other.caption)):
+            comment = json.dumps({"prompt": caption, "model": name, "images_seen": 7, "weights": "ema"})
+            sample_videos.write_mp4(tmp_path / name / f"{number:02d}.mp4", video_of(scene, number), 8.0, comment)
+    assert motion_command.main([f"videos={tmp_path}/own,{tmp_path}/others", f"results={tmp_path}/m.json"]) == 0
+    own, others = json.loads((tmp_path / "m.json").read_text())["cases"]
+    assert own["direction"] == own["place"] == 1.0 and own["model"] == "own"
+    assert others["direction"] < 0.5
+
+
+# --- what the page says, against the records: `make controls-video` makes them ---
+
+RECORDS = ROOT / "reports/results/shapes_moving"
+SAID = {name: f"seed {name[4:]}" for name in ("seed17", "seed18", "seed19")}
+SAID["shuffled"] = "captions shuffled in training"
+
+
+def validations() -> dict[str, list[dict[str, Any]]]:
+    """Return those of each run; one untrained network, then after so many videos."""
+    found = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("*.json") if path.stem in SAID}
+    assert found.keys() == SAID.keys() and all(record["status"] == "ok" for record in found.values())
+    assert len({record["commit"] for record in found.values()}) == 1
+    return {name: record["validations"] for name, record in found.items()}
+
+
+def motions() -> dict[str, dict[str, Any]]:
+    """Return what was read off each run's videos."""
+    found = {case["model"]: case for case in json.loads((RECORDS / "motion.json").read_text())["cases"]}
+    assert found.keys() == SAID.keys()
+    assert {(case["num_videos"], case["num_captions"]) for case in found.values()} == {(256, 256)}
+    return found
+
+
+def test_things_move_as_unseen_captions_say_and_with_shuffled_captions_they_do_not():
+    losses, seen = validations(), motions()
+    for name in SAID:
+        first, last = losses[name][0]["val_loss"], losses[name][-1]["val_loss"]
+        assert last < 0.25 * first, name
+        assert (seen[name]["direction"] < 0.35) if name == "shuffled" else (seen[name]["direction"] >= 0.8), name
+    own = [losses[name][-1]["val_loss"] for name in SAID if name != "shuffled"]
+    assert losses["shuffled"][-1]["val_loss"] > 1.1 * max(own)
+
+
+def test_the_pages_table_is_that_of_the_records():
+    page, losses, seen = (ROOT / "docs/miniature.md").read_text(), validations(), motions()
+    for name, text in SAID.items():
+        first, last = (losses[name][place]["val_loss"] for place in (0, -1))
+        shares = " | ".join(f"{seen[name][key]:.3f}" for key in ("direction", "place"))
+        assert f"| {text} | {first:.3f} | {last:.3f} | {shares} |" in page
+    expected = OmegaConf.load(YAML).max_duration, OmegaConf.load(YAML).global_batch_size
+    assert losses["seed17"][-1]["images"] == int(expected[0].removesuffix("ba")) * expected[1]
+    assert f"direction is right in {seen['seed17']['direction']:.2f} of 256" in YAML.read_text()
+
+
+def test_the_demos_record_is_of_the_recipe():
+    record = json.loads(RECORDS.with_name("shapes_moving_cpu.json").read_text())
+    seconds, page = record["command_seconds"], (ROOT / "docs/miniature.md").read_text()
+    assert record["batches"] == int(OmegaConf.load(YAML).max_duration.removesuffix("ba"))
+    [case] = json.loads(RECORDS.with_name("shapes_moving_cpu_motion.json").read_text())["cases"]
+    assert case["direction"] >= 0.8 and f"got {case['direction']:.3f} of the directions right" in page
+    assert f"The whole command took {seconds // 60:.0f} min {seconds % 60:.0f} s on two cores" in page

@@ -1,0 +1,306 @@
+"""prepare/parts.py and addresses.py: work stopped anywhere resumes to the same bytes, and is not a stage until it is done."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from conftest import in_child, sample_files, started, tree, write_tar
+from streaming import MDSWriter, StreamingDataset
+from test_shards import split_pace
+
+from common.errors import Failed, Refused
+from mds.dataset import read_dataset
+from prepare import addresses, parts, shards
+from prepare.sources import identify_file
+
+LIMIT_SEC = 60
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """Three tars: 9 samples, 6 of which one is broken, none."""
+    folder = tmp_path_factory.mktemp("source")
+    write_tar(folder / "0.tar", {f"a{n}": sample_files(n) for n in range(9)})
+    write_tar(folder / "1.tar", {f"b{n}": sample_files(n) for n in range(5)} | {"bad": {"jpg": b"", "txt": b"x"}})
+    write_tar(folder / "2.tar", {})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(source, tmp_path_factory) -> dict[str, bytes]:
+    """The tree that one undisturbed command makes."""
+    out = tmp_path_factory.mktemp("unbroken") / "out"
+    assert shards.main(command(source, out)) == 0
+    made = tree(out)
+    names = [shard["raw_data"]["basename"] for shard in json.loads(made["index.json"])["shards"]]
+    assert names == sorted(names) and names[0] == "part-00000/shard.00000.mds" and len(names) > 3
+    assert set(made) - set(names) == {
+        *(f"part-0000{n}/part.json" for n in range(3)),
+        *("plan.json", "skipped.jsonl", "keys.u64", "index.json", "dataset.json"),
+    }
+    return made
+
+
+def command(source, out, *words: str) -> list[str]:
+    return [str(source), str(out), "shard_size=6kb", "workers=1", *words]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --- stopped and started again ---
+
+
+def test_killed_between_any_two_files_it_leaves_no_dataset_and_resumes_to_the_same_bytes(source, unbroken, tmp_path):
+    num_files = len(unbroken)
+    # The state after a file is the state before the next one.
+    numbers = sorted({*range(0, num_files, 2), *range(num_files - 4, num_files)})
+    for nth, when in [*((nth, "before") for nth in numbers), (num_files - 1, "after")]:
+        out = tmp_path / f"{nth}{when}"
+
+        def killed(out=out, nth=nth, when=when) -> int:
+            put, calls = addresses.Folder.put, itertools.count()
+
+            def dying_put(self, name, file):
+                is_last = next(calls) == nth
+                if is_last and when == "before":
+                    die()
+                put(self, name, file)
+                if is_last:
+                    die()
+
+            addresses.Folder.put = dying_put
+            return shards.main(command(source, out))
+
+        assert in_child(killed) == -signal.SIGKILL
+        is_whole = (nth, when) == (num_files - 1, "after")
+        with contextlib.nullcontext() if is_whole else pytest.raises(ValueError):
+            read_dataset(str(out))
+        done = {path.parent: path.stat().st_mtime_ns for path in out.glob("*/part.json")}
+        shard_times = {path: path.stat().st_mtime_ns for part in done for path in part.iterdir()}
+        assert shards.main(command(source, out)) == 0
+        assert tree(out) == unbroken and not (out / addresses.WORK).exists()
+        assert {path: path.stat().st_mtime_ns for path in shard_times} == shard_times, "a done part was made again"
+
+
+@pytest.mark.parametrize("nth", [0, 3])
+def test_killed_within_a_shard_it_removes_the_unfinished_files(source, unbroken, tmp_path, nth):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+
+    def killed() -> int:
+        flush, calls = MDSWriter.flush_shard, itertools.count()
+
+        def dying_flush(self):
+            flush(self)
+            if next(calls) == nth:
+                os.truncate(Path(self.local, self.shards[-1]["raw_data"]["basename"]), 100)
+                die()
+
+        MDSWriter.flush_shard = dying_flush
+        return shards.main(command(source, tmp_path / "out"))
+
+    assert in_child(killed) == -signal.SIGKILL
+    (tmp_path / "out" / addresses.WORK / "tmpabc").mkdir()  # another killed writer's
+    assert shards.main(command(source, tmp_path / "out")) == 0
+    assert tree(tmp_path / "real") == unbroken
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
+def test_a_killed_command_takes_its_workers_with_it_and_can_be_started_again_at_once(tmp_path):
+    source = tmp_path / "in"
+    for tar in range(6):
+        write_tar(source / f"{tar}.tar", {f"{tar}-{n}": sample_files(n, (700, 700)) for n in range(60)})
+    words = [str(source), str(tmp_path / "out"), "workers=2"]
+    with started(sys.executable, "-m", "prepare.shards", *words) as process:
+        while not list((tmp_path / "out").glob("*/part.json")):
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        assert not (tmp_path / "out" / "dataset.json").exists()
+        assert shards.main(words) == 0
+    assert shards.main([str(source), str(tmp_path / "again")]) == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "again")
+
+
+def test_a_finished_dataset_is_reported_and_not_written_again(source, unbroken, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert shards.main(command(source, out)) == 0
+    counts, pace = split_pace(capsys.readouterr().out.splitlines()[-1])
+    assert pace  # of what this start has made; the next one makes nothing
+    times = {path: path.stat().st_mtime_ns for path in out.rglob("*.*")}
+    assert shards.main(command(source, out)) == 0
+    text = f"{out}: 3 of 3 parts are done already, nothing is left to make"
+    assert capsys.readouterr().out.splitlines() == [text, counts]
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.*")} == times and tree(out) == unbroken
+
+
+def test_another_plan_for_the_same_folder_is_refused_with_what_differs(source, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert shards.main(command(source, out)) == 0
+
+    def refusal(*words: str) -> str:
+        before = tree(out)
+        capsys.readouterr()
+        assert shards.main(list(words)) == 2 and tree(out) == before
+        return capsys.readouterr().err
+
+    assert refusal(str(source), str(out), "shard_size=5kb") == (
+        f"OUT: {out} holds the finished work of another command: shard_size was 6144, is 5120. Give another OUT, or remove "
+        "this one.\n"
+    )
+    assert "command: it had 3 parts, now 1. " in refusal(str(source / "0.tar"), str(out), "shard_size=6kb")
+    other = shutil.copytree(source, tmp_path / "other")
+    was = identify_file(source / "1.tar")
+    now = identify_file(write_tar(other / "1.tar", {"a": sample_files(1)}))
+    (out / "dataset.json").unlink()
+    assert (
+        f"unfinished work of another command: part-00001.bytes was {was['bytes']}, is {now['bytes']}; "
+        f'part-00001.digest was "{was["digest"]}", is "{now["digest"]}". '
+    ) in refusal(*command(other, out))
+    (out / "plan.json").write_text("[")
+    assert ": its plan.json is of another kind. " in refusal(*command(source, out))
+    assert not (out / addresses.WORK).exists()
+
+
+# --- more than one at once ---
+
+
+def test_a_second_command_for_the_same_folder_is_refused(source, unbroken, tmp_path, capfd, monkeypatch):
+    out = tmp_path / "out"
+    monkeypatch.setattr(addresses, "LOCK_WAIT_SEC", 0.1)
+    with addresses.Folder(str(out)).lock_for_writing():
+        assert in_child(lambda: shards.main(command(source, out))) == 2
+        with pytest.raises(Refused, match=f"^OUT: {out} is being written by another command on this machine. "):
+            addresses.Folder(str(out)).lock_for_writing().__enter__()
+    assert shards.main(command(source, out)) == 0 and tree(out) == unbroken
+
+
+def plan_of(num_parts: int) -> parts.Plan:
+    inputs = [{"name": f"in{number}"} for number in range(num_parts)]
+    return parts.Plan("test", "images", {"key": "str"}, 1 << 20, {"image_size": 8}, inputs)
+
+
+def fill(number: int, part: parts.Part) -> None:
+    for sample in range(number):
+        part.read()
+        part.write({"key": f"{number}-{sample}"})
+
+
+def test_waiting_for_other_ranks_ends_with_the_names_of_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(addresses.Folder, "poll_sec", 0.01)
+    address, plan = addresses.Folder(str(tmp_path / "out")), plan_of(9)
+    parts.begin_dataset(address, plan)
+    with pytest.raises(Failed, match="/out: rank 0 wrote no plan.json for this command. What is done stays; "):
+        parts.wait_for_plan(address, plan_of(8), patience_sec=0.1)
+    parts.make_part(address, plan, 3, fill)
+    with pytest.raises(Failed) as error:
+        parts.wait_for_parts(address, 9, patience_sec=0.1)
+    assert str(error.value) == (
+        f"OUT: {address.location}: no other rank finished a part for 0 minutes; 8 are missing: part-00000, part-00001, "
+        f"part-00002, part-00004, part-00005, .... Start the command again: it resumes from what is done."
+    )
+    for number in range(9):
+        parts.make_part(address, plan, number, fill)
+    parts.wait_for_parts(address, 9, patience_sec=0.1)
+    assert parts.finish_dataset(address, plan).written == sum(range(9))
+
+
+def test_two_processes_make_a_part_once_and_a_part_of_another_plan_is_refused(tmp_path):
+    address, plan = addresses.Folder(str(tmp_path / "out")), plan_of(2)
+    parts.begin_dataset(address, plan)
+
+    def fill_slowly(number: int, part: parts.Part) -> None:
+        time.sleep(1)
+        fill(number, part)
+
+    child = multiprocessing.get_context("fork").Process(target=lambda: parts.make_part(address, plan, 1, fill_slowly))
+    child.start()
+    while not (address.scratch / "part-00001.lock").exists():
+        assert child.is_alive()
+        time.sleep(0.01)
+    time.sleep(0.1)
+    counts = parts.make_part(address, plan, 1, lambda number, part: pytest.fail("made twice"))
+    child.join(LIMIT_SEC)
+    assert counts.written == 1
+    parts.make_part(address, plan_of(3), 0, fill)
+    with pytest.raises(Failed, match="part-00000 was made by another command at the same time. Remove OUT.$"):
+        parts.finish_dataset(address, plan)
+
+
+# --- places ---
+
+
+def test_a_quota_reached_in_a_worker_is_a_message_and_not_a_traceback(source, unbroken, tmp_path):
+    log = tmp_path / "log"
+
+    def limited() -> int:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+        with open(log, "w", buffering=1) as file, contextlib.redirect_stderr(file):
+            return shards.main([str(source), str(tmp_path / "out"), "shard_size=6kb", "workers=2"])
+
+    assert in_child(limited) == 1
+    assert f"OUT: {tmp_path}/out cannot be written: [Errno 27] File too large. What is done stays; " in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert shards.main(command(source, tmp_path / "out")) == 0 and tree(tmp_path / "out") == unbroken
+
+
+def test_a_dataset_of_parts_is_read_through_a_cache_with_its_hashes_checked(source, tmp_path):
+    assert shards.main(command(source, tmp_path / "out")) == 0
+    cache = tmp_path / "cache"
+    dataset = StreamingDataset(remote=str(tmp_path / "out"), local=str(cache), batch_size=1, validate_hash="xxh64")
+    assert [dataset[i]["key"] for i in range(len(dataset))] == [f"a{n}" for n in range(9)] + [f"b{n}" for n in range(5)]
+    with open(tmp_path / "out" / "part-00001" / "shard.00000.mds", "r+b") as file:
+        file.truncate(50)
+    with pytest.raises(ValueError, match=r"out/part-00001/shard\.00000\.mds has 50 bytes, index\.json says"):
+        read_dataset(str(tmp_path / "out"))
+
+
+@pytest.fixture
+def bucket(store, monkeypatch, tmp_path_factory):
+    """A client of the store on loopback; this process is led to it, and keeps its scratch folders among the tests'."""
+    client, variables = store
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("scratch")))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return client
+
+
+def objects(client, prefix: str) -> dict[str, bytes]:
+    listed = client.list_objects_v2(Bucket="easel", Prefix=prefix).get("Contents", [])
+    bodies = {entry["Key"]: client.get_object(Bucket="easel", Key=entry["Key"])["Body"].read() for entry in listed}
+    return {key.removeprefix(prefix): body for key, body in bodies.items()}
+
+
+def test_a_store_gets_the_same_files_as_a_folder_also_when_stopped(bucket, source, unbroken, monkeypatch):
+    out = "s3://easel/stopped"
+    put, calls = addresses.Store.put, itertools.count()
+
+    def stopped(self, name, file):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        put(self, name, file)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(addresses.Store, "put", stopped)
+        shards.main(command(source, out))
+    with pytest.raises(ValueError):
+        read_dataset(out)
+    assert shards.main(command(source, out)) == 0
+    assert shards.main([str(source), "s3://easel/workers/", "shard_size=6kb", "workers=2"]) == 0
+    assert objects(bucket, "stopped/") == objects(bucket, "workers/") == unbroken
+    assert not addresses.Store(out).scratch.exists() and read_dataset(out).num_samples == 14

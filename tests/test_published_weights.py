@@ -1,0 +1,456 @@
+"""weights/published.py: names against diffusers' converter and OpenCLIP's own modules, outputs after loading, messages."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from diffusers.loaders import single_file_utils
+from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
+from safetensors.torch import save_file
+from torch import nn
+from transformers import CLIPTextConfig
+
+from families import load_family
+from weights import ldm_names, published
+from weights.encoder_networks import ClipTextModel, build_clip_text
+from weights.tensors import fingerprint
+
+TINY_UNETS = {
+    "sd2": dict(use_linear_projection=True, cross_attention_dim=16),
+    "sd15": dict(use_linear_projection=False, cross_attention_dim=24),
+}
+SHAPES = {
+    "four levels": dict(block_out_channels=(8, 16, 16, 16)),
+    "two levels": dict(
+        block_out_channels=(8, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    ),
+}
+
+
+def tiny_unet(kind: str, shape: str = "four levels") -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    sizes = dict(attention_head_dim=2, norm_num_groups=4, layers_per_block=2)
+    return UNet2DConditionModel(**sizes, **TINY_UNETS[kind], **SHAPES[shape])
+
+
+def tiny_text(layers: int = 2, width: int = 16, act: str = "gelu") -> nn.Module:
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=2)
+    config = CLIPTextConfig(vocab_size=49408, max_position_embeddings=77, hidden_act=act, **sizes)
+    return build_clip_text(config).eval()
+
+
+def tiny_networks(seed: int = 0) -> dict[str, tuple[nn.Module, ldm_names.NetworkNames]]:
+    """SD2's three networks in the tiny preset, as the model has them."""
+    torch.manual_seed(seed)
+    family = load_family("sd2", "tiny", "stock")
+    encoders, denoiser = family.build_encoders(), family.build_denoiser()
+    modules = {"vae": encoders["vae"].eval(), "text": encoders["text"].eval(), "denoiser": denoiser.eval()}
+    places = {"vae": ldm_names.vae, "text": ldm_names.open_clip_text, "denoiser": ldm_names.unet}
+    return {label: (module, places[label](module)) for label, module in modules.items()}
+
+
+def as_ldm(networks: Mapping[str, tuple[nn.Module, ldm_names.NetworkNames]]) -> dict[str, torch.Tensor]:
+    """What an export writes, which is compared with diffusers' converter and OpenCLIP's modules below."""
+    return ldm_names.to_ldm_tensors(networks.values())
+
+
+def unused_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The text tower's last block, which SD 2 does not use, its projection and what else is in such a file."""
+    prefix = "cond_stage_model.model."
+    begin = f"{prefix}transformer.resblocks.1."
+    block = {name.replace(".1.", ".2."): tensor for name, tensor in tensors.items() if name.startswith(begin)}
+    block |= {f"{prefix}text_projection": torch.ones(16, 16), f"{prefix}attn_mask": torch.zeros(77, 77)}
+    names = f"{prefix}logit_scale", "betas", "model_ema.decay", "first_stage_model.loss.logvar"
+    return {**block, **dict.fromkeys(names, torch.ones(()))}
+
+
+def whole_ldm_file(networks: Mapping[str, tuple[nn.Module, ldm_names.NetworkNames]]) -> dict[str, torch.Tensor]:
+    tensors = as_ldm(networks)
+    return {**tensors, **unused_tensors(tensors)}
+
+
+def write(tensors: Mapping[str, torch.Tensor], path: Path) -> str:
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+    if path.suffix == ".safetensors":
+        save_file(tensors, path)
+    else:
+        torch.save({"global_step": 1, "state_dict": tensors}, path)
+    return str(path)
+
+
+def assert_equal(tensors: nn.Module | Mapping[str, torch.Tensor], expected: nn.Module):
+    tensors = tensors.state_dict() if isinstance(tensors, nn.Module) else tensors
+    expected = expected.state_dict()
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", TINY_UNETS)
+def test_unet_names_are_those_of_diffusers_converter(kind, shape):
+    module = tiny_unet(kind, shape)
+    tensors = as_ldm({"denoiser": (module, ldm_names.unet(module))})
+    assert_equal(single_file_utils.convert_ldm_unet_checkpoint(tensors, dict(module.config)), module)
+
+
+@pytest.mark.parametrize("widths", [(8, 16, 16, 16), (8, 16)])
+def test_vae_names_are_those_of_diffusers_converter(widths):
+    torch.manual_seed(0)
+    num = len(widths)
+    kinds = dict(down_block_types=("DownEncoderBlock2D",) * num, up_block_types=("UpDecoderBlock2D",) * num)
+    module = AutoencoderKL(**kinds, block_out_channels=widths, norm_num_groups=4, layers_per_block=2, latent_channels=4)
+    tensors = as_ldm({"vae": (module, ldm_names.vae(module))})
+    assert tensors["first_stage_model.encoder.mid.attn_1.q.weight"].shape == (16, 16, 1, 1)
+    assert_equal(single_file_utils.convert_ldm_vae_checkpoint(tensors, dict(module.config)), module)
+
+
+def test_open_clip_names_are_those_of_diffusers_converter():
+    module = tiny_text()
+    tensors = as_ldm({"text": (module, ldm_names.open_clip_text(module))})
+    converted = single_file_utils.convert_open_clip_checkpoint(module, tensors)
+    converted.pop("text_model.embeddings.position_ids", None)
+    assert_equal(converted, module)
+
+
+KNOWN = """
+vae encoder.down_blocks.1.resnets.0.conv_shortcut.weight        encoder.down.1.block.0.nin_shortcut.weight
+vae decoder.mid_block.attentions.0.to_out.0.weight              decoder.mid.attn_1.proj_out.weight
+vae decoder.up_blocks.2.upsamplers.0.conv.weight                decoder.up.1.upsample.conv.weight
+denoiser down_blocks.0.downsamplers.0.conv.weight               input_blocks.3.0.op.weight
+denoiser down_blocks.3.resnets.1.time_emb_proj.bias             input_blocks.11.0.emb_layers.1.bias
+denoiser up_blocks.1.upsamplers.0.conv.weight                   output_blocks.5.2.conv.weight
+denoiser conv_norm_out.bias                                     out.0.bias
+text text_model.embeddings.position_embedding.weight            positional_embedding
+text text_model.encoder.layers.22.self_attn.v_proj.bias         transformer.resblocks.22.attn.in_proj_bias[2/3]
+text text_model.final_layer_norm.weight                         ln_final.weight
+"""  # as they stand in 512-base-ema.ckpt
+
+
+def full_size_networks() -> dict[str, tuple[nn.Module, ldm_names.NetworkNames]]:
+    with torch.device("meta"):
+        family = load_family("sd2", "full", "stock")
+        vae, text = family.build_encoders().values()
+        denoiser = family.build_denoiser()
+    names = {"vae": ldm_names.vae, "text": ldm_names.open_clip_text, "denoiser": ldm_names.unet}
+    modules = {"vae": vae, "text": text, "denoiser": denoiser}
+    return {label: (module, names[label](module)) for label, module in modules.items()}
+
+
+def test_names_and_counts_are_those_of_the_published_sd2_checkpoint(tmp_path):
+    """Tensors under each prefix of 512-base-ema.ckpt, without the text encoder's last block and what follows it."""
+    networks, counts = full_size_networks(), {}
+    for line in KNOWN.strip().splitlines():
+        label, ours, theirs = line.split()
+        assert ours in networks[label][0].state_dict()
+        source = networks[label][1].source(ours)
+        assert source.name + (f"[{source.first_slice}/{source.num_slices}]" if source.num_slices > 1 else "") == theirs
+    for label, (module, network) in networks.items():
+        sources = [network.source(name) for name in module.state_dict()]
+        assert len(set(sources)) == len(sources)
+        counts[label] = len({source.name for source in sources})
+    assert counts == {"denoiser": 686, "vae": 248, "text": 23 * 12 + 4}
+    path = write(whole_ldm_file(tiny_networks(1)), tmp_path / "w.ckpt")
+    assert len(published.find_problems(path, networks)) == 3  # modules without memory are compared too
+
+
+# --- an LDM file ---
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_all_networks_come_out_of_an_ldm_file_as_they_went_in(tmp_path, suffix):
+    path = write(whole_ldm_file(source := tiny_networks(1)), tmp_path / f"w{suffix}")
+    target = tiny_networks(2)
+    assert published.find_problems(path, target) == []
+    assert published.load_networks(path, target) == []
+    for label in target:
+        assert_equal(target[label][0], source[label][0])
+
+
+def test_text_states_are_those_of_open_clips_tower_before_its_last_block(tmp_path):
+    """The oracle is OpenCLIP itself, run to the last block but one, then its final layer norm: (B, 77, D)."""
+    torch.manual_seed(0)
+    vision = CLIPVisionCfg(layers=1, width=64, head_width=64, patch_size=16, image_size=32)
+    tower = CLIP(24, vision, CLIPTextCfg(width=32, heads=4, layers=3)).eval()
+    tokens = open_clip.tokenize(["a cat", "", "word " * 100])
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        states = tower.token_embedding(tokens) + tower.positional_embedding
+        for block in tower.transformer.resblocks[:-1]:
+            states = block(states, attn_mask=tower.attn_mask)
+        expected = tower.ln_final(states)
+    named = {name: t for name, t in tower.state_dict().items() if not name.startswith("visual.")}
+    tensors = {f"cond_stage_model.model.{name}": t for name, t in {**named, "attn_mask": tower.attn_mask}.items()}
+    sizes = dict(hidden_size=32, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, hidden_act="gelu")
+    module = build_clip_text(CLIPTextConfig(vocab_size=49408, max_position_embeddings=77, **sizes)).eval()
+    networks = {"text": (module, ldm_names.open_clip_text(module))}
+    assert published.load_networks(write(tensors, tmp_path / "w.ckpt"), networks) == []
+    with torch.no_grad():
+        states = module(input_ids=tokens).last_hidden_state
+    assert states.shape == (3, 77, 32)
+    torch.testing.assert_close(states, expected, rtol=0, atol=1e-5)
+
+
+# --- a diffusers folder ---
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory) -> Path:
+    """A tokenizer/ as SD 2's folder has it, from the byte-pair table in open_clip."""
+    import open_clip.tokenizer as bpe
+
+    folder = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
+    folder.mkdir()
+    renamed = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
+    encoder = {renamed.get(token, token): number for token, number in bpe.SimpleTokenizer().encoder.items()}
+    assert encoder["<|endoftext|>"] == published.CLIP_END == len(encoder) - 1
+    (folder / "vocab.json").write_text(json.dumps(encoder, ensure_ascii=False))
+    lines = gzip.decompress(Path(bpe.default_bpe()).read_bytes()).decode().split("\n")[1 : 49152 - 256 - 2 + 1]
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) + "\n")
+    write_special(folder, "!")
+    return folder
+
+
+def write_special(folder: Path, pad: str):
+    special = dict(bos_token="<|startoftext|>", eos_token="<|endoftext|>", unk_token="<|endoftext|>", pad_token=pad)
+    (folder / "tokenizer_config.json").write_text(json.dumps({**special, "model_max_length": 77}))
+
+
+def save_folder(root: Path, networks=None, **how) -> str:
+    for module, network in (networks or tiny_networks(1)).values():
+        saved = module.text_model if isinstance(module, ClipTextModel) else module  # as transformers 5 saves it
+        saved.save_pretrained(root / network.folder, **how)
+    return str(root)
+
+
+def copy_tokenizer(folder: Path, root: Path) -> Path:
+    return shutil.copytree(folder, root / "tokenizer")
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_a_diffusers_folder_gives_the_outputs_of_what_was_saved(tmp_path, safe):
+    source, target = tiny_networks(1), tiny_networks(2)
+    path = save_folder(tmp_path, source, safe_serialization=safe)
+    assert published.find_problems(path, target) == []
+    assert published.load_networks(path, target) == []
+    generator = torch.Generator().manual_seed(0)
+    images, latents = torch.randn(1, 3, 16, 16, generator=generator), torch.randn(1, 4, 8, 8, generator=generator)
+    tokens = torch.randint(0, 49408, (1, 77), generator=generator)
+
+    def outputs(networks):
+        vae, text, denoiser = (networks[label][0] for label in ("vae", "text", "denoiser"))
+        with torch.no_grad():
+            states = text(input_ids=tokens).last_hidden_state
+            moments = vae.encode(images).latent_dist.parameters
+            return states, moments, vae.decode(latents).sample, denoiser(latents, 7, states).sample
+
+    for actual, expected in zip(outputs(target), outputs(source), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_the_whole_float32_file_comes_before_the_half_precision_one(tmp_path):
+    source, target = tiny_networks(1), tiny_networks(2)
+    path = save_folder(tmp_path, {k: (m.half(), n) for k, (m, n) in tiny_networks(1).items()}, variant="fp16")
+    notes = published.load_networks(path, target)
+    assert notes == [
+        f"vae, text, denoiser: stored in float16 at {path}, widened to float32. Values were rounded on the way, so the "
+        "fingerprint is not that of weights stored in float32."
+    ]
+    weight = target["vae"][0].encoder.conv_in.weight
+    assert torch.equal(weight, source["vae"][0].encoder.conv_in.weight.half().float())
+    save_folder(tmp_path, source, safe_serialization=False)
+    assert published.load_networks(path, target) == []
+    assert_equal(target["text"][0], source["text"][0])
+
+
+def test_the_attention_of_a_vae_may_have_its_older_names(tmp_path):
+    source, target = tiny_networks(1), tiny_networks(2)
+    path, tensors = save_folder(tmp_path, source), {}
+    for name, tensor in source["vae"][0].state_dict().items():
+        for new, old in {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}.items():
+            name = name.replace(f".{new}.", f".{old}.")
+        tensors[name] = tensor
+    assert "encoder.mid_block.attentions.0.proj_attn.weight" in tensors
+    save_file(tensors, tmp_path / "vae/diffusion_pytorch_model.safetensors")
+    assert published.load_networks(path, target) == []
+    assert_equal(target["vae"][0], source["vae"][0])
+
+
+def test_a_text_encoder_may_have_the_names_of_each_version_of_transformers(tmp_path):
+    """In a folder and in a file, with and without the position_ids of old versions: the same weights, the same digest."""
+
+    def without_prefix(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name.replace("text_model.", ""): tensor for name, tensor in tensors.items()}
+
+    source, target = tiny_networks(1), tiny_networks(2)
+    path, text = save_folder(tmp_path, source), source["text"][0].state_dict()
+    old = {**text, "text_model.embeddings.position_ids": torch.arange(77)[None]}
+    assert all(name.startswith("text_model.") for name in text)
+    for tensors in (without_prefix(text), without_prefix(old), old):
+        save_file(tensors, tmp_path / "text_encoder/model.safetensors")
+        assert published.load_networks(path, target) == []
+        assert_equal(target["text"][0], source["text"][0])
+    assert fingerprint(target["text"][0]) == fingerprint(source["text"][0])
+
+    sd15, other = tiny_text(act="quick_gelu"), tiny_text(act="quick_gelu")
+    nn.init.normal_(other.text_model.final_layer_norm.weight)
+    old = {**sd15.state_dict(), "text_model.embeddings.position_ids": torch.arange(77)[None]}
+    for tensors in (without_prefix(sd15.state_dict()), old):
+        named = {f"cond_stage_model.transformer.{name}": tensor for name, tensor in tensors.items()}
+        path = write(named, tmp_path / "w.ckpt")
+        assert published.load_networks(path, {"text": (other, ldm_names.clip_text(other))}) == []
+        assert_equal(other, sd15)
+
+
+def test_config_json_is_compared_where_no_shape_shows_it(tmp_path):
+    path, target = save_folder(tmp_path), tiny_networks(2)
+
+    def problems(name: str, **changes: object) -> list[str]:
+        file = tmp_path / name / "config.json"
+        old = file.read_text()
+        file.write_text(json.dumps({k: v for k, v in {**json.loads(old), **changes}.items() if v is not None}))
+        texts = published.find_problems(path, target)
+        file.write_text(old)
+        return texts
+
+    end = "it is of another model. Give this model's."
+    assert problems("vae", scaling_factor=0.13025) == [
+        f"vae: {path}/vae/config.json has scaling_factor 0.13025, this model's has 0.18215: {end}"
+    ]
+    assert "hidden_act quick_gelu, this model's has gelu" in problems("text_encoder", hidden_act="quick_gelu")[0]
+    assert "[2, 2, 2, 4], this model's has (2, 2, 2, 2)" in problems("unet", attention_head_dim=[2, 2, 2, 4])[0]
+    assert problems("unet", attention_head_dim=2) == problems("vae", scaling_factor=None) == []
+    (tmp_path / "vae/config.json").write_text("{")
+    [text] = published.find_problems(path, target)
+    assert text.startswith(f"vae: {path}/vae/config.json is missing or no JSON of a configuration. ")
+
+
+# --- what is said ---
+
+
+def problems(path, networks=None) -> list[str]:
+    """The problems, which are also what `load_networks` refuses with."""
+    networks = networks or tiny_networks(2)
+    texts = published.find_problems(str(path), networks)
+    with pytest.raises(ValueError) as caught:
+        published.load_networks(str(path), networks)
+    assert str(caught.value) == "\n".join(texts)
+    return texts
+
+
+def test_missing_left_over_and_misshapen_tensors_are_listed_by_their_names_in_the_file(tmp_path):
+    tensors = whole_ldm_file(tiny_networks(1))
+    del tensors["first_stage_model.decoder.up.3.block.0.conv1.weight"]
+    tensors["first_stage_model.encoder.extra"] = torch.ones(1)
+    tensors["first_stage_model.encoder.conv_in.bias"] = torch.ones(9)
+    tensors["first_stage_model.quant_conv.bias"] = torch.ones(8).to(torch.int8)
+    tensors = {name: tensor for name, tensor in tensors.items() if "resblocks.0." not in name}
+    path, end = write(tensors, tmp_path / "w.ckpt"), "Give the weights of this model in this size."
+    vae, text = problems(path)
+    assert vae == (
+        f"vae: {path} does not fit: 1 missing (first_stage_model.decoder.up.3.block.0.conv1.weight); "
+        "1 left over (first_stage_model.encoder.extra); 1 of another shape (first_stage_model.encoder.conv_in.bias is "
+        f"(9,), wanted (8,)); 1 of no floating-point type (first_stage_model.quant_conv.bias is int8). {end}"
+    )
+    assert text.startswith(f"text: {path} does not fit: 12 missing (cond_stage_model.model.transformer.resblocks.0.")
+    assert "resblocks.0.attn.in_proj_weight" in text and text.endswith(f" and 2 more). {end}")
+
+    def text_problem(**sizes: int) -> str:
+        other = tiny_text(**sizes)
+        path = write(as_ldm({"text": (other, ldm_names.open_clip_text(other))}), tmp_path / "w.safetensors")
+        [text] = problems(path, {"text": tiny_networks(2)["text"]})
+        return text
+
+    assert "attn.in_proj_weight is (96, 32), wanted (48, 16)" in text_problem(width=32)
+    assert text_problem(width=32).endswith(f" and 18 more). These are weights of another width. {end}")
+    assert "12 left over (cond_stage_model.model.transformer.resblocks.3." in text_problem(layers=4)
+
+
+def test_files_and_folders_that_hold_something_else_are_named_with_what_they_have(tmp_path):
+    assert problems(tmp_path / "none") == [
+        f"{tmp_path}/none: there is no such file or folder. Give a diffusers folder or an LDM file."
+    ]
+    assert "cannot be looked into (File name too long)" in problems("/" + "a" * 300)[0]
+    vae = as_ldm({"vae": tiny_networks(1)["vae"]})
+    bare = write({name.removeprefix("first_stage_model."): t for name, t in vae.items()}, tmp_path / "w.safetensors")
+    [text] = problems(bare, {"vae": tiny_networks(2)["vae"]})
+    assert text.startswith(f"vae: {bare} has no first_stage_model.*. It has decoder.conv_in (2), ")
+    folder = tmp_path / "folder"
+    (folder / "unet").mkdir(parents=True)
+    (folder / "README.md").touch()
+    assert problems(folder) == [
+        f"{folder}: has no vae/, text_encoder/. A diffusers folder has one for each network; this one has: README.md, "
+        "unet/. To load an LDM file, give its own path."
+    ]
+    save_folder(folder)
+    (folder / "text_encoder/model.safetensors").rename(folder / "text_encoder/flax_model.msgpack")
+    [text] = problems(folder)
+    assert text.startswith(f"text: {folder}/text_encoder has none of model.safetensors, pytorch_model.bin, or not all")
+    save_folder(folder)
+    file = folder / "unet/diffusion_pytorch_model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\n")
+    [text] = problems(folder)
+    assert text.startswith(f"denoiser: {file}: is text, not weights: ")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused_by_name(tmp_path, value):
+    tensors = whole_ldm_file(tiny_networks(1))
+    tensors["first_stage_model.quant_conv.bias"][2] = value
+    path = write(tensors, tmp_path / "w.ckpt")
+    with pytest.raises(ValueError, match="^vae: .*: first_stage_model.quant_conv.bias has 1 of 8 values that are not"):
+        published.load_networks(path, tiny_networks(2))
+
+
+# --- the tokenizer ---
+
+
+def tokenize(captions):
+    return load_family("sd2", "tiny", "stock").tokenize(captions)["tokens"]
+
+
+@pytest.mark.parametrize("pad", ["!", "<|endoftext|>"])
+def test_the_folders_tokens_are_ours_with_either_padding(tmp_path, vocabulary, pad):
+    write_special(copy_tokenizer(vocabulary, tmp_path), pad)
+    assert published.tokenizer_problem(str(tmp_path), tokenize) is None
+
+
+def test_another_or_missing_tokenizer_is_named(tmp_path, vocabulary):
+    def problem() -> str:
+        return published.tokenizer_problem(str(tmp_path), tokenize)
+
+    (tmp_path / "vae").mkdir()
+    text = problem()
+    assert text.startswith(f"tokenizer: {tmp_path}/tokenizer is missing, or is not a CLIPTokenizer's (")
+    assert text.endswith(". Copy the folder again, with vocab.json and merges.txt.")
+    write_special(folder := copy_tokenizer(vocabulary, tmp_path), "a</w>")
+    begin = f"tokenizer: {folder} gives other tokens than this model trains with: for "
+    assert problem().startswith(f"{begin}'' token 2 is 320, ours is 0")
+    write_special(folder, "!")
+    numbers = json.loads((folder / "vocab.json").read_text())
+    numbers["horse</w>"], numbers["cat</w>"] = numbers["cat</w>"], numbers["horse</w>"]
+    (folder / "vocab.json").write_text(json.dumps(numbers))
+    assert problem() == (
+        f"{begin}'a photograph of an astronaut riding a horse' token 8 is 2368, ours is 4558. Give the weights of this "
+        "model, with their own tokenizer."
+    )
+    (folder / "merges.txt").unlink()
+    assert "is missing, or is not a " in problem()
+    assert published.tokenizer_problem(write({"a": torch.ones(1)}, tmp_path / "w.ckpt"), tokenize) is None

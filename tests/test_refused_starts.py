@@ -1,0 +1,336 @@
+"""Refused starts: their messages, exit code 2, and that they leave no files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import wandb
+from conftest import ROOT, TINY_RUN, tree
+
+import benchmark
+from checkpointing.files import FULL, list_checkpoints
+from common import errors
+from common.errors import ConfigError
+from mds.cache import ShardCache
+from mds.fetch import RetryingStream, StreamFailure
+from preflight import checks
+from prepare import encoder
+from training import loggers
+from training.loggers import LoggersConfig, WandbConfig, wandb_mode
+from training.trainer import build_device, missing_gpus
+
+pytestmark = pytest.mark.timeout(90, func_only=True)
+
+SYNTHETIC = [*TINY_RUN, "--use_synth_data"]
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    """Files and folders below: path -> content, None for a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def refused(capsys, *words: str, code: int = 2) -> str:
+    assert benchmark.main(list(words)) == code
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
+    return output
+
+
+# --- no folder is left ---
+
+
+@pytest.mark.parametrize("num_fewer", [0, 1])
+def test_a_cache_that_a_run_of_another_stage_uses_is_refused_and_leaves_no_folder(
+    miniature, tmp_path, capsys, num_fewer
+):
+    """The other stage is an earlier version of this one: most of its shards are the same, or all of them are."""
+    cache, earlier = tmp_path / "cache", shutil.copytree(miniature.moments, tmp_path / "earlier")
+    index = json.loads((earlier / "index.json").read_text())
+    assert len(index["shards"]) > 2
+    del index["shards"][len(index["shards"]) - num_fewer :]
+    (earlier / "index.json").write_text(json.dumps(index, indent=1))
+    in_use = ShardCache([RetryingStream(remote=str(earlier), local=str(cache))])
+    in_use.ensure_shard(0)
+    words = miniature.small(tmp_path / "runs" / "deep", "a", f"data.local={cache}")
+    before = everything(tmp_path)
+    output = refused(capsys, *words, code=1)  # a new start may find the other run ended
+    assert everything(tmp_path) == before
+    assert output.endswith(
+        f"data.local: {cache} is in use by a run that reads another data set. Give each data set a separate folder.\n"
+    )
+    in_use.close()
+
+
+LATE_REFUSALS = {  # where in a start something is found after the run's folder was taken: as what, and the exit code
+    "build_networks": (ValueError("model.weights: they do not fit. Take others."), 2),
+    "build_batches": (StreamFailure("data: s3://b/index.json is away."), 1),
+    "build_learning": (OSError(28, "No space left on device"), 1),
+    "build_trainer": (SystemExit(143), 143),
+}
+
+
+@pytest.mark.parametrize("place", LATE_REFUSALS)
+def test_whatever_ends_a_start_no_run_folder_stays(miniature, tmp_path, capsys, monkeypatch, place):
+    """A cache that was begun by then stays: the next start continues it."""
+    error, code = LATE_REFUSALS[place]
+
+    def fails(*arguments, **more):
+        raise error
+
+    monkeypatch.setattr(benchmark, place, fails)
+    assert benchmark.main(miniature.small(tmp_path / "runs", "a", f"data.local={tmp_path}/caches/a")) == code
+    assert {path.partition("/")[0] for path in everything(tmp_path)} <= {"caches"}
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_begun_runs_folder_stays_as_it_was(miniature, tmp_path, capsys, monkeypatch):
+    words = miniature.small(tmp_path, "a", "save.every_images=8", "max_duration=2ba")
+    assert benchmark.main(words) == 0 and list_checkpoints(tmp_path / "a" / "checkpoints", FULL)
+    (tmp_path / "a" / ".lock").unlink()  # as a run of an older version
+    before = tree(tmp_path)
+    capsys.readouterr()
+
+    def fails(*arguments, **more):
+        raise ValueError("objective: no such thing. Take another.")
+
+    monkeypatch.setattr(benchmark, "build_learning", fails)
+    assert refused(capsys, *words, "max_duration=4ba") == "objective: no such thing. Take another.\n"
+    assert tree(tmp_path) == before
+
+
+# --- loggers ---
+
+
+@pytest.fixture
+def wandb_at(tmp_path, monkeypatch):
+    """Say where W&B's server is, and with which key."""
+
+    def at(address: str, key: str | None) -> LoggersConfig:
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))  # none of this user's
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+        if key is not None:
+            monkeypatch.setenv("WANDB_API_KEY", key)
+        return LoggersConfig(wandb=WandbConfig(project="p"))
+
+    return at
+
+
+NO_GPU = (
+    "devices: there is no GPU here, but NVIDIA_VISIBLE_DEVICES=all asks for some. Was the container started without --gpus "
+    "all? Start it with that (the host needs NVIDIA's container toolkit), in a pod with a limit of nvidia.com/gpu; or say "
+    "CUDA_VISIBLE_DEVICES= to run on the CPU."
+)
+
+
+def test_a_container_without_its_gpus_is_named_in_one_line(monkeypatch, tmp_path, capsys):
+    """A run for GPUs and one for a CPU, the doctor, and whatever else asks for the device."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for words in (["yamls/sd2_512_synthetic.yaml"], SYNTHETIC):
+        assert refused(capsys, *words, f"run_folder={tmp_path}/runs") == f"{NO_GPU}\n"
+    assert everything(tmp_path) == {}
+    result = next(checks.check_devices(1))
+    assert (result.level, f"devices: {result.text}") == ("error", NO_GPU)
+    for build in (build_device, encoder.configure_device):
+        with pytest.raises(ConfigError, match=r"^devices: there is no GPU here"):
+            build("fp32")
+
+
+@pytest.mark.parametrize(
+    ("variables", "hip", "text"),
+    [
+        ({"NVIDIA_VISIBLE_DEVICES": "void"}, None, None),
+        ({"NVIDIA_VISIBLE_DEVICES": "all", "CUDA_VISIBLE_DEVICES": ""}, None, None),
+        ({"NVIDIA_VISIBLE_DEVICES": "all", "CUDA_VISIBLE_DEVICES": "0"}, None, "started without --gpus all?"),
+        ({"NVIDIA_VISIBLE_DEVICES": "GPU-8a4b"}, None, "NVIDIA_VISIBLE_DEVICES=GPU-8a4b asks for some."),
+        ({}, None, None),
+        ({}, "7.2", "started without its devices? Start it with --device /dev/kfd"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "7.2", None),
+    ],
+)
+def test_gpus_are_missing_where_the_environment_asks_for_some(monkeypatch, variables, hip, text):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    for name in ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    problem = missing_gpus()
+    assert problem is None if text is None else text in (problem or "")
+
+
+def test_without_a_login_at_wandb_the_run_logs_offline_and_reports_it(wandb_at, tmp_path, capsys, monkeypatch):
+    """An empty key is no login. No server is asked. The key in netrc is one."""
+    monkeypatch.setattr(loggers, "_refusal", lambda *args: pytest.fail("asked"))
+    for key in (None, ""):
+        config = wandb_at("https://api.wandb.ai", key)
+        assert (config.problems(), wandb_mode(config, Path("runs/a"))) == ([], "offline")
+        assert capsys.readouterr().err == (
+            "loggers.wandb: https://api.wandb.ai is not asked: this machine has no login there (WANDB_API_KEY is not set): "
+            "logged offline. Send it with wandb sync runs/a/wandb/offline-run-*\n"
+        )
+    assert wandb_at("https://wandb.example.org:8443/base/", "k" * 40).problems() == []
+    wandb_at("https://api.wandb.ai", None)
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {4 * '1234567890'}\n")
+    assert loggers._wandb_login() == ("https://api.wandb.ai", 4 * "1234567890")
+
+
+def test_the_server_and_the_key_of_wandbs_own_files_count(wandb_at, tmp_path, monkeypatch):
+    """`wandb login --host` writes the server into the user's file, and the key into netrc."""
+    wandb_at("", None)
+    monkeypatch.delenv("WANDB_BASE_URL")
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    assert loggers._wandb_login() == (wandb.Settings().base_url, None)
+    (tmp_path / "settings").write_text("[default]\nbase_url = https://wandb.example.org/\n")
+    (tmp_path / "netrc").write_text(f"machine wandb.example.org login user password {8 * '12345'}\n")
+    assert loggers._wandb_login() == ("https://wandb.example.org", 8 * "12345")
+
+
+NOT_VALID = (
+    "loggers.wandb: W&B's settings are not valid (not shown, there may be a key in them). Set WANDB_BASE_URL to https://HOST "
+    "and WANDB_API_KEY to a key, or neither, and run `wandb login`.\n"
+)
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_an_invalid_address_or_key_of_wandb_is_refused_unseen(wandb_at, tmp_path, capsys, mode):
+    invalid = [
+        "nonsense",
+        "",
+        "localhost:8080",
+        "ftp://x",
+        "http://",
+        "http://h:99999",
+        "https://[::1",
+        "https://wandb.ai",
+    ]
+    invalid += ["https://x/?token=SECRET", "https://x ", "k" * 40]
+    invalid += ["https://user:SECRET@host", "user:SECRET@host", "https://SECRET@host", "https://user:SE/CRET@host"]
+    keys = [40 * "\u043a", 20 * "k" + "\n" + 20 * "k"]
+    for address, key in [
+        *((address, "k" * 40) for address in invalid),
+        *(("https://wandb.ai.example", key) for key in keys),
+    ]:
+        wandb_at(address, key)
+        [(name, text)] = LoggersConfig(wandb=WandbConfig(project="p", mode=mode)).problems()
+        assert f"{name}: {text}\n" == NOT_VALID, address
+    wandb_at("nonsense", "k" * 40)
+    assert refused(capsys, *SYNTHETIC, "--wandb_project", "p", f"run_folder={tmp_path}/runs") == NOT_VALID
+    assert everything(tmp_path) == {}
+
+
+@pytest.mark.parametrize(("status", "mode"), [(200, "online"), (503, "offline"), (401, None), (None, "offline")])
+def test_the_answer_of_wandbs_server_decides(wandb_at, capsys, monkeypatch, status, mode):
+    """None: it says nothing, and is not waited for longer than SERVER_SEC."""
+    monkeypatch.setattr(loggers, "SERVER_SEC", 0.3 if status is None else 10.0)
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self):
+            assert self.path == "/graphql" and "Authorization" in self.headers
+            if status is None:
+                time.sleep(3.0)
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        config = wandb_at(address, "k" * 40)
+        if mode is None:
+            with pytest.raises(ConfigError, match=f"loggers.wandb: {address} rejected this machine's login. "):
+                wandb_mode(config, Path("runs/a"))
+        else:
+            assert wandb_mode(config, Path("runs/a")) == mode
+        server.shutdown()
+    output = capsys.readouterr().err
+    assert (" logged offline. Send it with wandb sync runs/a/wandb/offline-run-*\n" in output) == (mode == "offline")
+    assert status != 503 or output.startswith(f"loggers.wandb: {address} answers with 503: logged offline. ")
+
+
+# --- shared memory ---
+
+
+def test_too_little_shared_memory_is_refused_with_the_figure(miniature, tmp_path, capsys):
+    """A real one: no machine has that much of it."""
+    words = miniature.small(tmp_path, "a", f"data.local={tmp_path}/c", f"global_batch_size={10**9}")
+    [problem] = [
+        line for line in refused(capsys, *words, "data.workers=4").splitlines() if line.startswith("/dev/shm: ")
+    ]
+    assert re.match(
+        r"/dev/shm: 14 batches of [\d.e+]+ GiB: [\d.e+]+ GiB there; [\d.e+]+ GiB, [\d.e+]+ free\. A worker would die of "
+        r"a bus error\. Enlarge it \(docker run --shm-size=16g",
+        problem,
+    )
+    assert everything(tmp_path) == {}
+    assert "/dev/shm" not in refused(capsys, *words, "data.workers=0")
+
+
+# --- expected errors ---
+
+
+class Killed(torch.utils.data.Dataset):
+    """Its worker is ended from outside."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+
+def test_a_loader_worker_that_the_kernel_ends_is_expected():
+    with pytest.raises(RuntimeError) as caught:
+        next(iter(torch.utils.data.DataLoader(Killed(), num_workers=1)))
+    assert errors.is_expected(caught.value) and re.match(
+        r"DataLoader worker \(pid(\(s\))? \d+\) (is killed by signal: Killed\.|exited unexpectedly) +Too little memory",
+        errors.error_text(caught.value),
+    )
+
+
+GLOO = "[x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_expected", "text"),
+    [
+        (ValueError("loss: nan. Lower it."), True, "loss: nan. Lower it."),
+        (StreamFailure("data: away."), True, "data: away."),
+        (RuntimeError(GLOO), True, f"{GLOO} Another rank has not come to where this one waits for it: "),
+        (
+            NotADirectoryError(20, "Not a directory", "/dev/null/x"),
+            True,
+            "NotADirectoryError: [Errno 20] Not a directory: ",
+        ),
+        (wandb.errors.UsageError("no"), True, "UsageError: "),
+        (lambda: json.loads("x"), False, "JSONDecodeError: Expecting value: "),
+        (AssertionError("never"), False, "AssertionError: never"),
+    ],
+)
+def test_an_expected_error_prints_its_message_alone_and_a_defect_its_trace(error, is_expected, text, capsys):
+    with pytest.raises(Exception) as caught:
+        raise error() if callable(error) else error
+    errors.report_error(caught.value, debug=False)
+    output = capsys.readouterr().err
+    assert output.startswith(text if is_expected else "Traceback (most recent call last):\n")
+    assert output.splitlines()[-1].startswith(text)
+    errors.report_error(caught.value, debug=True)
+    assert capsys.readouterr().err.startswith("Traceback (most recent call last):\n")

@@ -1,0 +1,76 @@
+"""run_folder/sample_videos.py: a video's strip of frames, and its MP4 file, read again."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+from callbacks.sample_grid import write_grid
+from mds.videos import inspect_video, read_frames
+from run_folder import sample_videos
+
+
+def video(num_frames: int) -> torch.Tensor:
+    """A bar that moves over grey, (3, F, 32, 48) uint8."""
+    made = torch.full((3, num_frames, 32, 48), 90, dtype=torch.uint8)
+    for number in range(num_frames):
+        made[0, number, :, 4 * number : 4 * number + 8] = 230
+    return made
+
+
+def test_a_strip_has_the_first_and_the_last_frame_and_at_most_eight():
+    made = video(11)
+    strip = sample_videos.strip_of(made)
+    assert strip.shape == (3, 32, 8 * 48 + 7)
+    assert torch.equal(strip[..., :48], made[:, 0]) and torch.equal(strip[..., -48:], made[:, 10])
+    assert torch.equal(sample_videos.strip_of(made[:, :1]), made[:, 0])
+
+
+@pytest.mark.parametrize("codec", sample_videos.CODECS)
+def test_an_mp4_file_has_the_frames_at_their_rate(codec, tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_videos, "CODECS", (codec,))
+    made, path = video(9), tmp_path / "samples/00.mp4"
+    sample_videos.write_mp4(path, made, 12.5)
+    data = path.read_bytes()
+    facts = inspect_video(data)
+    assert (facts.width, facts.height, facts.num_frames) == (48, 32, 9) and facts.fps == pytest.approx(12.5)
+    frames = torch.stack(read_frames(data, [number / 12.5 for number in range(9)], lambda frame: frame), dim=1)
+    assert frames.shape == made.shape
+    assert (frames.float() - made.float()).abs().mean() < 6.0  # colours have half of the pixels
+    assert [path.name for path in path.parent.iterdir()] == ["00.mp4"]
+
+
+def test_a_grid_of_videos_has_a_strip_and_a_file_of_each(tmp_path):
+    logged = []
+    logger = SimpleNamespace(log_images=lambda picture, **more: logged.append((more["name"], picture)))
+    samples = [("a bar", video(9)), ("another bar", video(9))]
+    write_grid(tmp_path, 16, samples, logger, lambda shown: [image.shape for _, image in shown], 8.0)
+    gif = tmp_path / "samples/im000000000016.gif"
+    assert logged == [("samples/videos", gif), ("samples/grid", [(3, 32, 8 * 48 + 7)] * 2)]
+    names = {path.relative_to(tmp_path / "samples").as_posix() for path in tmp_path.rglob("*.*")}
+    of_grid = {"captions.txt", "im000000000016.png", "im000000000016.gif"}
+    assert names == {*of_grid, "im000000000016/00.mp4", "im000000000016/01.mp4"}
+    with Image.open(gif) as film:
+        assert film.n_frames == 9 and film.size == (2 * 48 + 2, 32) and film.info["loop"] == 0
+
+
+def test_a_grid_in_motion_is_bounded_and_lasts_as_long():
+    made = torch.randint(0, 256, (3, 120, 90, 1280), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with Image.open(io.BytesIO(sample_videos.gif_of(made, 24.0))) as film:
+        assert film.size == (640, 45) and film.n_frames == 24
+        lasts_ms = sum(film.seek(number) or film.info["duration"] for number in range(24))
+        assert lasts_ms == pytest.approx(5000, rel=0.05)  # GIF's times are hundredths of a second
+
+
+def test_a_comment_is_kept_in_the_file_and_the_bytes_are_always_the_same(tmp_path):
+    path, said = tmp_path / "a.mp4", '{"prompt": "\\u00e9; a=b # \\n", "seed": 17}'
+    sample_videos.write_mp4(path, video(9), 8.0, said)
+    assert sample_videos.comment_in(path) == said
+    assert sample_videos.read_mp4(path).shape == (3, 9, 32, 48)
+    assert {sample_videos.mp4_of(video(9)[..., :32], 8.0) for _ in range(40)} == {
+        sample_videos.mp4_of(video(9)[..., :32], 8.0)
+    }

@@ -1,0 +1,244 @@
+"""evaluation/scorer.py and eval.py without a network: valid configurations, when a target is met, what is scored."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from composer import ComposerModel, Trainer
+from conftest import TINY_RUN
+from test_benchmark import refused
+from torch.utils.data import DataLoader, TensorDataset
+
+import eval as eval_command
+from callbacks.periodic import EveryNImages
+from callbacks.quality_target import target_outcome
+from callbacks.sample_grid import make_grid
+from checkpointing.content import Progress
+from common.command_line import parse_command_line
+from common.errors import ConfigError
+from config import load
+from evaluation.scorer import EvalConfig, TargetConfig, rounded_up
+from evaluation.scores import save_batch_size, score_to_target
+from training.config import RunConfig, resolve
+from training.start import check_evaluations
+
+WHOLE = {"partial": False, "fid": 80.0, "clip": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("target", "score", "met"),
+    [
+        (TargetConfig(90.0, 0.15), WHOLE, True),
+        (TargetConfig(80.0, 0.2), WHOLE, True),  # at the target is met
+        (TargetConfig(79.9, 0.15), WHOLE, False),
+        (TargetConfig(90.0, 0.21), WHOLE, False),
+        (TargetConfig(90.0, None), {**WHOLE, "clip": None}, True),
+        (TargetConfig(90.0, 0.15), {**WHOLE, "clip": None}, False),
+        (TargetConfig(90.0, 0.15), {**WHOLE, "partial": True}, False),
+        (TargetConfig(), WHOLE, False),
+    ],
+)
+def test_a_target_is_met_by_both_figures_of_a_whole_score(target, score, met):
+    assert target.is_met(score) is met
+
+
+@pytest.mark.parametrize(("batch", "images"), [(384, 512_256), (512, 512_000), (2048, 512_000), (600_000, 600_000)])
+def test_the_cadence_is_the_rules(batch, images):
+    """CEIL(512000 / GBS) x GBS, mlcommons/training_policies."""
+    assert rounded_up(512_000, batch) == images
+
+
+@pytest.mark.parametrize(
+    ("passing", "begin", "scored"),
+    [
+        ((3, 4), 0, [0, 1, 2, 3]),  # in order, to the first that passes
+        ((3, 4), 3, [3, 2]),  # the hint was the first to pass: the one before it is wanted
+        ((1, 2, 3, 4), 3, [3, 2, 1, 0]),  # backwards to one that does not
+        ((0, 1, 2, 3, 4), 0, [0]),
+        ((), 2, [2, 3, 4]),
+    ],
+)
+def test_the_first_that_passes_and_the_one_before_it_are_scored(passing, begin, scored):
+    snapshots = [lambda n=n: {"n": n} for n in range(5)]
+    assert [row["n"] for row in score_to_target(snapshots, begin, lambda row: row["n"] in passing)] == scored
+
+
+def test_the_result_of_a_run_is_the_first_score_that_met_the_target_or_the_last():
+    lines = [{"images": n, "seconds": n / 2, "seconds_with_eval": n, "fid": 100.0 - n, "clip": None} for n in (8, 16)]
+    seconds = {"seconds_to_target": 4.0, "seconds_to_target_with_eval": 8}
+    reached = {"target": "reached", "images_to_target": 8, **seconds, "fid": 92.0, "clip": None}
+    assert target_outcome(lines, lines[0]) == reached
+    missed = target_outcome(lines, None)
+    assert (missed["target"], missed["images_to_target"], missed["fid"]) == ("missed", None, 84.0)
+    assert target_outcome([], None)["fid"] is None
+
+
+def test_a_grid_has_each_image_at_its_place():
+    images = [torch.full((3, 4, 6), n, dtype=torch.uint8) for n in range(5)]
+    grid = make_grid(images)  # three columns, two rows
+    assert grid.shape == (3, 2 * 4 + 2, 3 * 6 + 2 * 2)
+    assert [int(grid[0, 6 * (n // 3), 8 * (n % 3)]) for n in range(6)] == [0, 1, 2, 3, 4, 255]
+
+
+def resolved(*words: str) -> RunConfig:
+    return resolve(load(RunConfig, parse_command_line(words, {}), check=lambda config: []))
+
+
+def test_checkpoints_and_snapshots_follow_the_evaluation_where_nothing_else_is_given():
+    run = resolved("eval.when=after", "global_batch_size=384", "data.remote=x", "ema.enabled=true")
+    assert (run.eval.every_images, run.eval.weights) == (512_256, "ema")
+    assert (run.save.every_images, run.save.snapshot_every_images) == (512_256, 512_256)
+    assert resolved("eval.when=off").eval == EvalConfig(sampler="ddim")  # YAML's `off` is a truth value
+
+
+def begins(lines: list[str], texts: list[str]) -> bool:
+    return len(lines) == len(texts) and all(map(str.startswith, lines, texts))
+
+
+def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path):
+    words = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", "eval.when=in_training"]
+    of_types = ["eval.sampler=ddpm", "eval.steps=0", "eval.samples=-1"]
+    texts = [
+        "command line: eval.sampler is 'ddpm'. Possible: one of ddim, plms, dpm++, euler or null.",
+        "command line: eval.steps is 0. Possible: 2 to 500.",
+        "command line: eval.samples is -1. Possible: 0 to 1,024.",
+    ]
+    assert begins(refused(capsys, *words, *of_types), texts)
+    wrong = [
+        "eval.guidance=[1,2]",
+        "eval.inception=random",
+        "eval.weights=ema",
+        "eval.image_size=60",
+        "target.clip=0.1",
+    ]
+    texts = [
+        "eval.prompts: not given. Give a tab-separated file",
+        "eval.statistics: not given, but eval.inception is.",
+        "target.clip: given, but clip is not measured.",
+        "eval.weights: ema, but the run keeps no EMA weights.",
+        "eval.guidance: [1, 2]: a run is scored at one.",
+        "eval.image_size: 60 x 60 px does not fit sd2.",
+        "eval.every_images: 512,000, but max_duration=4ba is 32: nothing would be evaluated. Lower it.",
+    ]
+    assert begins(refused(capsys, *words, *wrong), texts)
+
+
+def test_a_target_without_evaluation_and_missing_files_are_refused(capsys, tmp_path):
+    words = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}"]
+    assert begins(refused(capsys, *words, "target.fid=90"), ["target.fid: given, but nothing is evaluated."])
+    files = {"prompts": "/no/p.tsv", "statistics": "/no/s.npz", "inception": "/no/i.pth", "clip": "/no/c.bin"}
+    words += [f"eval.{key}={path}" for key, path in files.items()]
+    missing = [f"eval.{key}: no file {path}. Check the path." for key, path in files.items()]
+    assert refused(capsys, *words, "eval.when=in_training", "eval.every_images=8") == missing
+    # Scored on another machine, later: only there the files have to be.
+    later = [*words, "eval.when=after", "eval.every_images=8", "save.snapshot_every_images=16"]
+    text = "save.snapshot_every_images: 16, but eval.when=after scores snapshots every 8 images."
+    assert begins(refused(capsys, *later), [text])
+
+
+class Mean(ComposerModel):
+    """As little of a model as can be trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, batch):
+        return batch[0] * self.weight
+
+    def loss(self, outputs, batch):
+        return outputs.square().mean()
+
+
+def test_evaluations_are_in_no_clock_that_a_checkpoint_keeps():
+    """So that `seconds` stay right through a stop, a start without evaluation, and one with it again."""
+    lines: list[dict] = []
+    evaluation = EveryNImages(
+        lambda: time.sleep(2.0),
+        lambda where, found, logger: lines.append(where),
+        every_images=2,
+        average=None,
+        clock=contextlib.nullcontext,
+        is_done=lambda batch: any(line["batch"] == batch for line in lines),
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    data = DataLoader(TensorDataset(torch.zeros(6, 1)), batch_size=2)
+    ways = dict(max_duration="4ba", callbacks=[evaluation], progress_bar=False, device="cpu")
+    trainer = Trainer(model=Mean(), train_dataloader=data, optimizers=optimizer, **ways)
+    began = time.monotonic()
+    trainer.fit()
+    took_sec = time.monotonic() - began
+    assert [line["batch"] for line in lines] == [1, 2, 3, 4]
+    assert 0.0 < lines[0]["seconds"] < lines[-1]["seconds"] < took_sec - 4 * 2.0 + 0.5  # all but the evaluations
+    assert Progress.of(trainer.state).seconds == pytest.approx(lines[-1]["seconds"])
+
+
+@pytest.fixture
+def a_run(tmp_path) -> Path:
+    """A run for eval.py, before it looks for snapshots."""
+    (tmp_path / "prompts.tsv").write_text("image_id\tid\tcaption\n1\t1\ta cat\n")
+    (tmp_path / "run").mkdir()
+    scored = f"eval: {{prompts: {tmp_path}/prompts.tsv, clip: random, steps: 3}}\n"
+    (tmp_path / "run/config.yaml").write_text(f"{scored}model: {{preset: tiny}}\nimage_size: 64\n")
+    return tmp_path / "run"
+
+
+def eval_refused(capsys, *words: object) -> list[str]:
+    assert eval_command.main([str(word) for word in words]) == 2
+    return capsys.readouterr().err.splitlines()
+
+
+def test_impossible_snapshots_and_sources_are_refused(a_run, tmp_path, capsys, monkeypatch):
+    text = "from_images: 512,000, but last snapshots are scored."
+    assert begins(eval_refused(capsys, a_run, "snapshots=last", "from_images=512000"), [text])
+    text = "snapshots: to_target needs a target.fid or target.clip, and one guidance."
+    assert begins(eval_refused(capsys, a_run, "snapshots=to_target"), [text])
+    (tmp_path / "lost/checkpoints").mkdir(parents=True)
+    (tmp_path / "lost/checkpoints/weights-im000000000064-0123.pt").touch()
+    text = f"{tmp_path}/lost: it has checkpoints of a run, but no config.yaml."
+    assert begins(eval_refused(capsys, tmp_path / "lost"), [text])
+    save_batch_size(tmp_path / "gone", 16)
+    text = f"eval.batch_size: 16 was found, but {tmp_path}/gone/overrides.yaml cannot be written: No such file or directory"
+    assert capsys.readouterr().err.startswith(text)
+    monkeypatch.setattr(eval_command, "write_problem", lambda folder: f"{folder} cannot be written. Give another.")
+    assert eval_refused(capsys, a_run) == [f"out: {a_run} cannot be written. Give another."]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"model: [\n", "CONFIG: cannot be read as YAML: line 2, column 1: while parsing a flow node"),
+        (b"\xff\xfe", "CONFIG: cannot be read as YAML: line 1: 'utf-8' codec can't decode byte 0xff"),
+        (b"- a\n", "CONFIG: holds a list. A run is a mapping of keys to values."),
+        (b"eval: {guidence: 3}\n", "CONFIG: unknown key 'eval.guidence'. Did you mean 'eval.guidance'?"),
+        (b"eval: {steps: many}\n", "CONFIG: eval.steps is 'many'. Possible: an integer."),
+    ],
+)
+def test_a_broken_config_is_named_with_its_key(a_run, capsys, content, message):
+    (a_run / "config.yaml").write_bytes(content)
+    text = message.replace("CONFIG", f"{a_run}/config.yaml")
+    assert any(line.startswith(text) for line in eval_refused(capsys, a_run))
+
+
+def test_an_evaluation_has_to_be_like_the_last_one_before_the_start(tmp_path):
+    same = {"clip_fingerprint": "ab", "eval_precision": "fp32", "eval_weights": "ema"}
+    line = {"evaluation": True, "seconds": 1.0, "eval_sec": 1.0, **same}
+    lines = [{**line, "batch": n, "images": 8 * n, "guidance": 2.0 + n} for n in (1, 2, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    like = {**same, "guidance": 4.0, "eval_batch_size": 4}
+    check_evaluations(tmp_path, 2, like)
+    with pytest.raises(ConfigError, match=r"eval.precision: eval_precision fp16, but .* with fp32 at 16 images"):
+        check_evaluations(tmp_path, 2, {**like, "eval_precision": "fp16"})
+    with pytest.raises(ConfigError) as caught:
+        check_evaluations(tmp_path, 2, {**like, "guidance": 3.0, "clip_fingerprint": None})
+    was = f"but {tmp_path} was evaluated with"
+    texts = [
+        f"eval.guidance: guidance 3.0, {was} 4.0 at",
+        f"eval.clip: clip_fingerprint None, {was} ab at 16 images. A ",
+    ]
+    assert begins(caught.value.problems, texts)

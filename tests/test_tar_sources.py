@@ -1,0 +1,229 @@
+"""prepare/sources.py: tars as strangers make them, compared with tarfile; joined, unsorted, hostile; folders."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import random
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import picture, sample_files, write_tar
+from test_shards import rows, skipped
+from test_sources import make
+
+from prepare.samples import SourceError
+from prepare.sources import MAX_HEADER_BYTES, NOT_ADJACENT, iter_members, open_tar
+
+LONG = "a" * 90 + "/" + "b" * 120 + "/ä\udcff" + "c" * 200
+CLAIMED = 3 * 2**29
+BLOCK = tarfile.BLOCKSIZE
+
+
+def tar_of(files: Mapping[str, bytes], how: int = tarfile.GNU_FORMAT) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w", format=how) as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return data.getvalue()
+
+
+def read_all(data: bytes) -> dict[str, bytes | None]:
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(data)
+        with open_tar(Path(file.name)) as tar:
+            return {one.name: None if problem else tar.extractfile(one).read() for one, problem in iter_members(tar)}
+
+
+# --- what tarfile reads ---
+
+
+@pytest.mark.parametrize("how", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_names_and_contents_are_those_that_tarfile_reads_in_every_format(how):
+    names = ["x.jpg", "sub/y.txt", "ä.txt", "d\udcff.txt", "z" * 100, *([] if how == tarfile.USTAR_FORMAT else [LONG])]
+    files = {name: bytes(range(256)) * number for number, name in enumerate(names)}
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w", format=how, pax_headers={"comment": "of git"}) as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(content), 0.5
+            tar.addfile(member, io.BytesIO(content))
+        for name, kind in (("folder", tarfile.DIRTYPE), ("soft", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE)):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, LONG if how != tarfile.USTAR_FORMAT else "x.jpg"
+            tar.addfile(member)
+    with tarfile.open(fileobj=io.BytesIO(data.getvalue())) as tar:
+        of_tarfile = {member.name: tar.extractfile(member).read() for member in tar if member.isreg()}
+    assert of_tarfile == files
+    assert read_all(data.getvalue()) == {**files, "soft": None, "hard": None}
+
+
+@pytest.mark.parametrize("module", [None, gzip, bz2, lzma])
+def test_a_compressed_tar_is_read_also_where_two_were_joined(tmp_path, module):
+    compress = module.compress if module else bytes
+    one, two = (tar_of({f"{n}.txt": b"x" * n}) for n in (1, 2))
+    (tmp_path / "t.tar").write_bytes(compress(one) + compress(two))
+    with open_tar(tmp_path / "t.tar") as tar:
+        assert [(one.name, tar.extractfile(one).read()) for one, _ in iter_members(tar)] == [
+            ("1.txt", b"x"),
+            ("2.txt", b"xx"),
+        ]
+
+
+def test_zeros_after_the_end_are_no_damage_and_other_bytes_are():
+    data = tar_of({"a.txt": b"a"})
+    end = 3 * BLOCK  # header, content, and one block of zeros
+    for padded in (data[:end], data, data + bytes(200 * BLOCK)):
+        assert read_all(padded) == {"a.txt": b"a"}
+    checksum = data[:148] + bytes([data[148] ^ 1]) + data[149:]
+    for damaged in (data[: 2 * BLOCK], data + b"x" * BLOCK, data + b"x", data[: BLOCK + 1], data[:100], b"", checksum):
+        with pytest.raises(tarfile.ReadError):
+            read_all(damaged)
+
+
+def test_a_sparse_file_is_named_and_what_follows_it_is_read(tmp_path):
+    with open(tmp_path / "holes.jpg", "wb") as file:
+        for number in range(40):  # more pieces than a header holds
+            file.seek(2 * number * 2**16)
+            file.write(b"x" * 2**16)
+    (tmp_path / "z.txt").write_bytes(b"z")
+    for how in ("gnu", "posix"):
+        words = ["tar", "--sparse", f"--format={how}", "-cf", "t.tar", "holes.jpg", "z.txt"]
+        subprocess.run(words, cwd=tmp_path, check=True)
+        assert (tmp_path / "t.tar").stat().st_size < 60 * 2**16
+        assert read_all((tmp_path / "t.tar").read_bytes()) == {"holes.jpg": None, "z.txt": b"z"}
+        with open_tar(tmp_path / "t.tar") as tar:
+            assert [one.sparse for one, _ in iter_members(tar)] == [[], None]  # a map can have any length
+
+
+def test_what_lies_before_the_damage_of_a_compressed_tar_is_read(tmp_path):
+    data = gzip.compress(tar_of({f"{n}.txt": random.Random(n).randbytes(5000) for n in range(3)}))
+    for damaged in (data[:-3], data[:-8] + bytes(8), data + b"junk"):
+        (tmp_path / "t.tar.gz").write_bytes(damaged)
+        names = []
+        with pytest.raises((EOFError, gzip.BadGzipFile)), open_tar(tmp_path / "t.tar.gz") as tar:
+            for one, _ in iter_members(tar):
+                assert len(tar.extractfile(one).read()) == 5000
+                names.append(one.name)
+        assert names == ["0.txt", "1.txt", "2.txt"]
+
+
+# --- hostile headers ---
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_extended_headers_are_held_for_one_file_only_and_are_few(kind):
+    record = b"14 path=x.txt\n"
+    extended = header(kind, len(record)) + record + bytes(-len(record) % BLOCK)
+    with pytest.raises(SourceError, match="^has more than 8 extended headers of one file$"):
+        read_all(extended * 9 + tar_of({"a.txt": b"a"}))
+    first = "x.txt" if kind == tarfile.XHDTYPE else "a.txt"
+    assert read_all(extended * 8 + tar_of({"a.txt": b"a", "b.txt": b"b"})) == {first: b"a", "b.txt": b"b"}
+
+
+def header(kind: bytes, size: int, **more: Any) -> bytes:
+    member = tarfile.TarInfo("x")
+    member.type, member.size = kind, size
+    return member.tobuf(tarfile.GNU_FORMAT, **more)
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_an_extended_header_that_claims_a_gigabyte_is_refused_unread(kind):
+    with pytest.raises(SourceError, match="^has an extended header of more than 1 MiB$"):
+        read_all(header(kind, CLAIMED) + bytes(2**20))
+    with pytest.raises(tarfile.ReadError):
+        read_all(header(kind, -5))
+    if kind == tarfile.XHDTYPE:
+        record = b"path=" + b"p/" * (MAX_HEADER_BYTES // 2 - 20) + b"a.txt\n"
+        record = b"%d " % (len(record) + 8) + record
+        [name] = read_all(header(kind, len(record)) + record + bytes(-len(record) % BLOCK) + tar_of({"a.txt": b"a"}))
+        assert name.endswith("p/a.txt") and len(name) > 10**6
+
+
+@pytest.mark.parametrize("kind", [tarfile.CHRTYPE, b"?", tarfile.REGTYPE])
+def test_what_follows_a_member_that_is_not_wanted_is_read(kind):
+    size = 0 if kind == tarfile.CHRTYPE else 2**20
+    assert read_all(header(kind, size) + bytes(size) + tar_of({"a.txt": b"a"}))["a.txt"] == b"a"
+
+
+# --- samples ---
+
+
+def test_a_tar_whose_images_and_captions_lie_apart_is_reported_with_how_to_repack_it(tmp_path, capsys):
+    files = {f"{n}.jpg": picture(n) for n in range(3)} | {f"{n}.txt": b"x" for n in range(3)}
+    (tmp_path / "in.tar").write_bytes(tar_of(files))
+    assert make(tmp_path / "in.tar", tmp_path / "out") == 1
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
+        *(("in.tar", f"{n}", "missing caption") for n in range(3)),
+        *(("in.tar", f"{n}.txt", NOT_ADJACENT) for n in range(3)),
+        ("in.tar", None, NOT_ADJACENT),
+    ]
+    assert "sources with a fault: 1 (files of one key are not adjacent; repack with tar" in capsys.readouterr().out
+    files = {f"{n}.{suffix}": content for n in range(3) for suffix, content in sample_files(n).items()}
+    files["1.json"] = files.pop("1.json")
+    (tmp_path / "in.tar").write_bytes(tar_of(files))
+    assert make(tmp_path / "in.tar", tmp_path / "late") == 1
+    assert skipped(tmp_path / "late" / "skipped.jsonl") == [
+        ("in.tar", "1.json", NOT_ADJACENT),
+        ("in.tar", None, NOT_ADJACENT),
+    ]
+    assert len(rows(tmp_path / "late")) == 3
+
+
+def test_a_folders_key_ends_at_the_last_dot_and_a_tars_at_the_first(tmp_path):
+    names, folder = ["plain", "Shot 10.21.33", "Shot 10.21.34", "cat", "cat.v1", "cat-2"], tmp_path / "in"
+    folder.mkdir()
+    files = {f"{name}.jpg": picture(number) for number, name in enumerate(names)}
+    files |= {f"{name}.txt": name.encode() for name in names}
+    for name, content in {**files, ".DS_Store": b"x", "README": b"x", "notes.md": b"x", "cat.cls": b"3"}.items():
+        (folder / name).write_bytes(content)
+    assert make(folder, tmp_path / "out") == 0
+    written = {row["key"]: (row["jpg"], row["caption"]) for row in rows(tmp_path / "out")}
+    assert written == {name: (files[f"{name}.jpg"], name) for name in names}
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
+        ("in", ".DS_Store", "has no name of the form KEY.SUFFIX"),
+        ("in", "README", "has no name of the form KEY.SUFFIX"),
+        ("in", "notes.md", "belongs to no sample"),
+    ]
+    (tmp_path / "in.tar").write_bytes(tar_of({name: files[name] for name in sorted(files)}))
+    assert make(tmp_path / "in.tar", tmp_path / "tar") == 0
+    assert {row["key"] for row in rows(tmp_path / "tar")} == {"plain", "cat", "cat-2"}
+
+
+def test_compressed_tars_of_a_folder_are_sources_and_what_lies_too_deep_is_named(tmp_path, capsys):
+    for number, suffix in enumerate(("tar", "tar.gz", "tgz")):
+        tar = write_tar(tmp_path / "in" / f"{number}.{suffix}", {f"{number}": sample_files(number)})
+        if number:
+            tar.write_bytes(gzip.compress(tar.read_bytes()))
+    write_tar(tmp_path / "in" / "sub" / "deep.tar", {"a": sample_files(1)})
+    (tmp_path / "in" / "3.tar").write_bytes(gzip.compress(header(tarfile.XHDTYPE, CLAIMED) + bytes(2**16)))
+    assert make(tmp_path / "in", tmp_path / "out") == 1
+    assert [row["key"] for row in rows(tmp_path / "out")] == ["0", "1", "2"]
+    hostile = ("3.tar", None, "has an extended header of more than 1 MiB")
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == [hostile]
+    assert f"in: too deep in it to be read: {tmp_path}/in/sub/deep.tar. Give each" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "a.json"])
+def test_a_byte_order_mark_is_no_part_of_a_caption(tmp_path: Path, name):
+    mark = "\ufeff"
+    texts = {
+        "t.csv": f"{mark}image,caption\na.jpg,{mark}a cat\n",
+        "t.jsonl": f'{mark}{{"image": "a.jpg", "caption": "{mark}a cat"}}\n',
+        "a.json": f'{mark}{{"caption": "{mark} a cat"}}',
+    }
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jpg").write_bytes(picture(0))
+    (tmp_path / "in" / name).write_text(texts[name])
+    source = tmp_path / "in" / (name if name.startswith("t.") else "")
+    assert make(source, tmp_path / "out", *(["caption=json:caption"] if name == "a.json" else [])) == 0
+    assert [row["caption"] for row in rows(tmp_path / "out")] == ["a cat"]
