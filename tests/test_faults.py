@@ -130,6 +130,17 @@ def test_what_a_finished_run_should_not_have_kept_is_named(whole, copied):
 # --- the table ---
 
 
+def test_each_moment_is_a_function_that_still_exists(monkeypatch, tmp_path):
+    monkeypatch.setenv("FAULTS_FOLDER", str(tmp_path))
+    from tests.faults import trainer
+
+    found = []
+    monkeypatch.setattr(trainer, "halting", lambda owner, name, **_: found.append(getattr(owner, name)))
+    for moment in trainer.MOMENTS.values():
+        moment()
+    assert len(found) == len(trainer.MOMENTS)
+
+
 def test_words_of_the_command_line():
     assert parse(["only=twice_start,store_slow", "jobs=2", "slack=2.5", "out=x"]) == Options(
         ["twice_start", "store_slow"], 2, 2.5, "x"

@@ -82,7 +82,7 @@ def is_training(model: LatentDiffusion, *_: Any) -> bool:
 
 
 MOMENTS: dict[str, Callable[[], None]] = {
-    "start": lambda: halting(benchmark, "open_run", after=True),
+    "start": lambda: halting(benchmark, "find_standing", after=True),
     "first-step": lambda: halting(LatentDiffusion, "forward", when=is_training),
     "mid-epoch": lambda: halting(LatentDiffusion, "forward", call=MID_EPOCH, when=is_training),
     "evaluation": lambda: halting(generate, "generate_batch", call=2),
