@@ -189,10 +189,11 @@ def _draw(axes: Any, series: Series) -> None:
 
 
 def _scale(axes: Any, plot: Plot) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     if plot.is_log:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
@@ -344,7 +345,7 @@ def _score(runs: Sequence[History], key: str) -> Plot:
             one = {"name": "scored later (eval.py)", "colour": "s1"}
             more = {"name": f"{series_keys['name']}, scored later"} if len(runs) > 1 else one
             series.append(_points(rows, key, **series_keys | more | {"dash": 1}))
-    title, is_log = LABELS[key].split(" (")[0], key == "fid" and _is_wide(series)
+    title, is_log = LABELS[key].split(" (")[0], key == "fid"
     return Plot(f"{key}-over-images", title, IMAGES, LABELS[key], series, _targets(runs, key), is_log=is_log)
 
 

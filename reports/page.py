@@ -146,7 +146,21 @@ def _sections(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
 # --- the table of all runs in a folder: it lies there, and links to the pages that lie in the runs' own ---
 
 PAGE, INDEX = "page.html", "index.html"
-COLUMNS = ("run", "state", "target", "images/s", "FID", "CLIP", "val. loss", "images seen", "time", "cost", "started")
+COLUMNS = (
+    "run",
+    "state",
+    "target",
+    "images/s",
+    "FID",
+    "CLIP",
+    "val. loss",
+    "loss",
+    "images seen",
+    "time",
+    "left",
+    "cost",
+    "started",
+)
 
 
 def link_of(folder: Path, run: Path) -> str:
@@ -199,8 +213,9 @@ def _read_row(folder: Path, signed: tuple[object, ...]) -> RunRow:
     target = run.summary.get("target")
     start = run.starts[0].get("unix_time") if run.starts else None
     started = start if moment(start) != NONE else None
-    values = [figures[key] for key in ("images_per_sec", "fid", "clip", "val_loss", "images", "seconds", "cost")]
-    texts = [*map(figure, values[:5]), span(values[5]), figure(values[6]), moment(started)]
+    values = [figures[key] for key in ("images_per_sec", "fid", "clip", "val_loss", "loss", "images", "seconds")]
+    values += [page_content.seconds_left(run) if state == "running" else None, figures["cost"]]
+    texts = [*map(figure, values[:6]), *map(span, values[6:8]), figure(values[8]), moment(started)]
     keys = ["" if value is None else value for value in (*values, started)]
     target_text = target if isinstance(target, str) else ""
     cells = [(state, state), (target_text or NONE, target_text), *zip(texts, keys, strict=True)]

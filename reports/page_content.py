@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from common.value_types import read_duration
 from reports.charts import CLOCK_COLOURS, CLOCK_NAMES, LABELS, SIDE, tick
 from reports.formatting import NONE, TIMES, figure, moment, plain, share, span
 from run_folder import history
@@ -225,6 +226,20 @@ def cards_of(run: History) -> list[Figure]:
 
 
 # --- time and cost ---
+
+
+def seconds_left(run: History) -> float | None:
+    """Return how long a run still takes at its speed so far, evaluations included; None: not known.
+
+    A target may end it earlier.
+    """
+    duration = read_duration(str(run.config.get("max_duration")), ("ba", "sp"))
+    images, batch_size = images_of(run), number_of(run.config, "global_batch_size")
+    if duration is None or batch_size is None or not images or not run.seconds:
+        return None
+    number, unit = duration
+    left = number * (batch_size if unit == "ba" else 1) - images
+    return max(0.0, left) * run.seconds / images
 
 
 def cost_of(run: History, hours: float | None) -> float | None:

@@ -296,11 +296,8 @@ def draw(record: Mapping[str, Any], folder: Path) -> list[Path]:
     speed, axes = pyplot.subplots(1, 2, figsize=(14, 6), layout="constrained")
     _draw_published(axes[0], record["rows"])
     _draw_run(axes[1], record)
-    drawn = [target for target in record["targets"] if target["curves"]]
-    to_target, grid = pyplot.subplots(2, len(drawn), figsize=(7 * len(drawn), 10), layout="constrained", squeeze=False)
-    for column, target in enumerate(drawn):
-        _draw_target(grid[0][column], target, "minutes", "minutes to the target")
-        _draw_target(grid[1][column], target, "device_hours", "device-hours to the target")
+    to_target, panel = pyplot.subplots(figsize=(10, 6), layout="constrained")
+    _draw_target(panel, next(target for target in record["targets"] if target["curves"]))
     paths = [folder / "scaling_speed.png", folder / "scaling_target.png"]
     for figure, path in zip((speed, to_target), paths, strict=True):
         figure.savefig(path, dpi=DPI)
@@ -381,22 +378,22 @@ def _draw_run(axes: Axes, record: Mapping[str, Any]) -> None:
     axes.legend(fontsize=8, loc="upper left")
 
 
-def _draw_target(axes: Axes, target: Mapping[str, Any], key: str, label: str) -> None:
+def _draw_target(axes: Axes, target: Mapping[str, Any]) -> None:
     """A curve for each number of devices, its best batch, and the published results of known batches by their round."""
     titles = sorted({point["title"] for point in target["published"]}, reverse=True)
     marks, labelled = dict(zip(titles, MARKS, strict=False)), set()
     for index, curve in enumerate(target["curves"]):
         tried, best, colour = curve["tried"], curve["best"], COLOURS[index % len(COLOURS)]
         batches = [each["global_batch_size"] for each in tried]
-        axes.plot(batches, [each[key] for each in tried], "-", color=colour, label=f"{curve['num']:,} devices")
-        low, high = ([each[f"{key}_{end}"] for each in tried] for end in ("low", "high"))
+        axes.plot(batches, [each["minutes"] for each in tried], "-", color=colour, label=f"{curve['num']:,} devices")
+        low, high = ([each[f"minutes_{end}"] for each in tried] for end in ("low", "high"))
         axes.fill_between(batches, low, high, color=colour, alpha=0.12, linewidth=0)
-        axes.plot([best["global_batch_size"]], [best[key]], "*", color=colour, markersize=13)
+        axes.plot([best["global_batch_size"]], [best["minutes"]], "*", color=colour, markersize=13)
         for point in (point for point in target["published"] if point["num"] == curve["num"]):
             if batch := point["global_batch_size"]:
-                axes.plot([batch], [point[key]], marks[point["title"]], color=colour, markerfacecolor="none")
+                axes.plot([batch], [point["minutes"]], marks[point["title"]], color=colour, markerfacecolor="none")
             else:
-                axes.axhline(point[key], color=colour, linestyle=":", linewidth=1)
+                axes.axhline(point["minutes"], color=colour, linestyle=":", linewidth=1)
             labelled.add(point["title"] if batch else None)
     for title, mark in marks.items():
         if title in labelled:
@@ -406,7 +403,12 @@ def _draw_target(axes: Axes, target: Mapping[str, Any], key: str, label: str) ->
     _plain_log(axes)
     _over_nums(axes, target["points"])
     axes.grid(alpha=0.3, which="both")
-    _name(axes, "global batch; star: the best; band: 90 %", label, f"{target['title']}\nTarget: {target['target']}")
+    _name(
+        axes,
+        "global batch; star: the best; band: 90 %",
+        "minutes to the target",
+        f"{target['title']}\nTarget: {target['target']}",
+    )
     axes.legend(fontsize=8)
 
 

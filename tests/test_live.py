@@ -20,7 +20,7 @@ from conftest import ROOT
 from filelock import FileLock
 
 from reports import live, page
-from reports.page_content import figures_of
+from reports.page_content import figures_of, seconds_left
 from run_folder import history
 from run_folder.history import read_history, signature, state_of
 
@@ -229,3 +229,7 @@ def test_a_running_run_has_the_figures_of_its_record_so_far(runs):
     assert found["images"] == kept[-1]["images"] and found["seconds"] == seconds
     assert found["cost"] == pytest.approx(8 * seconds)
     assert '<td data-key="stopped" class="stopped">stopped</td>' in page.html_of_all(runs, [folder])
+    left = 2000 * 32 - kept[-1]["images"]  # of config.yaml
+    assert seconds_left(read_history(folder)) == pytest.approx(left * seconds / kept[-1]["images"])
+    (folder / "config.yaml").write_text("max_duration: 3ep\n")
+    assert seconds_left(read_history(folder)) is None
