@@ -40,7 +40,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-8bit test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency report clean test-health test-clouds test-image build_docker launch_docker build_and_launch_docker exec_docker stop_docker
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-long test-8bit test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency report clean test-health test-clouds test-image build_docker launch_docker build_and_launch_docker exec_docker stop_docker
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -124,10 +124,10 @@ test-quick: $(STAMP)  ## the tests of the layout, the configuration, the locks a
 	  tests/test_locks.py tests/test_readme.py tests/test_contributing.py
 
 test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
-	$(call both_halves,not slow and not gpu)
+	$(call both_halves,not slow and not long and not gpu)
 
 test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands, two faults of a store
-	$(call both_halves,slow and not gpu and not cluster)
+	$(call both_halves,slow and not long and not gpu and not cluster)
 	$(MAKE) --no-print-directory test-8bit
 	$(MAKE) --no-print-directory test-tables
 	$(MAKE) --no-print-directory test-cluster ONLY=short
@@ -135,6 +135,9 @@ test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's co
 	$(MAKE) --no-print-directory test-store ROUNDS=1 ONLY=stopped,corrupted
 	$(MAKE) --no-print-directory test-browser ONLY=short
 	$(MAKE) --no-print-directory test-clouds
+
+test-long: $(STAMP)  ## what CI leaves out: compiled networks, ten kills, a sweep with a crash and a hang (half an hour)
+	$(call both_halves,long)
 
 # Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.5 s of every start.
 test-8bit: $(STAMP)  ## optimizer.states=8bit on a CPU, with torchao, which is installed beside the environment for them

@@ -86,10 +86,10 @@ from training.builders import (
     measure_step_cost,
     open_held_out,
 )
-from training.config import ALIASES, RunConfig, drop_gpu_only_keys, resolve
-from training.finish import catch_up, draw_evaluations, outcome_of, page_if_it_fails, write_page
+from training.config import ALIASES, RunConfig, drop_keys_of_speed, resolve
+from training.finish import catch_up, draw_evaluations, log_next_command, outcome_of, page_if_it_fails, write_page
 from training.health import build_health
-from training.loggers import Destination, check_loggers
+from training.loggers import Destination, check_loggers, log_config
 from training.start import find_standing, has_separate_folders
 from training.trainer import DIST_TIMEOUT_SEC, build_device
 
@@ -143,7 +143,7 @@ def train(requested: RunConfig, began: float, uploads: Uploads | None = None) ->
         gradient_norm = GradientNorm(config.optimizer.clip_norm)
         record = build_record(config, fitted, facts, throughput, gradient_norm, losses, loader)
         record.start(run.progress.batch, images=run.progress.images, began=began, lost=run.lost)
-        run.log_status(record.num_starts)
+        run.log_status(record.num_starts, config.save.describe())
         context = EvalContext(throughput, record, checkpointer, None if config.eval.weights == "training" else average)
         validation = build_validation(fitted, model, held_out, networks.held_out, context)
         samples = build_samples(fitted, model, context)
@@ -166,7 +166,7 @@ def train(requested: RunConfig, began: float, uploads: Uploads | None = None) ->
         trainer = build_trainer(fitted, device, model, data, learning, record, callbacks, logged)
     run.checkpoint = None  # Composer's state is restored too: the checkpoint is no longer mapped, and may be pruned
     start_uploads(uploads)
-    trainer.logger.log_hyperparameters({**to_written_dict(fitted), "commit": record.environment["commit"]})
+    log_config(trainer.logger, {**to_written_dict(fitted), "commit": record.environment["commit"]})
 
     # Fit: to the end, or to the target.
     with page_if_it_fails(record.folder), record.clock_to_end():
@@ -184,6 +184,7 @@ def train(requested: RunConfig, began: float, uploads: Uploads | None = None) ->
     result = record.finish(outcome_of(config.target, target, record, when=config.eval.when))
     draw_evaluations(record, str(config.run_name), config.target)
     write_page(record.folder)
+    log_next_command(record.folder, config.eval.when)
     end(trainer, loader, result)
     run.release()
     return result
@@ -238,8 +239,8 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     sys.argv[1:] = map(masking.mask_secrets, sys.argv[1:])  # W&B keeps them
     try:
         typed = {at.key for at in command_line.assignments}
-        config = load(RunConfig, command_line, check=lambda config: check(drop_gpu_only_keys(config, typed)[0]))
-        config, left_out = drop_gpu_only_keys(config, typed)
+        config = load(RunConfig, command_line, check=lambda config: check(drop_keys_of_speed(config, typed)[0]))
+        config, left_out = drop_keys_of_speed(config, typed)
         debug = config.loggers.debug
         if command_line.print_config:
             return show(config)

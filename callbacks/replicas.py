@@ -75,7 +75,7 @@ class ReplicaCheck(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         self._batch, self._loggers = state.timestamp.batch.value, logger.destinations
         if dist.get_world_size() > 1:
-            self._group = torch.distributed.new_group(backend="gloo")
+            self._group = rendezvous.new_cpu_group()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self._batch = state.timestamp.batch.value

@@ -31,7 +31,7 @@ from composer.utils import dist
 from common import masking
 from common.errors import error_text
 from common.files import write_atomic, write_json
-from common.log import log
+from common.log import log, readable_time, three_digits
 from common.value_types import limited
 from run_folder.environment import environment
 from run_folder.files import (
@@ -91,6 +91,7 @@ class RunRecord(Callback):
         speed_settings: other settings that affect speed (the keys of speed, the microbatch size); a resumed run may change
             them.
         per_device_hour: price of a device for an hour, which holds for all starts; None: there is no cost.
+        logs_windows: log a line per window, where no progress bar shows the run.
 
     `evaluations`, `validations`: those of this run so far, in order, the same on all ranks.
     """
@@ -109,6 +110,7 @@ class RunRecord(Callback):
         samples: SampleCounter | None,
         speed_settings: Mapping[str, Any] | None = None,
         per_device_hour: float | None = None,
+        logs_windows: bool = False,
     ):
         self.folder = folder
         self.keys = keys
@@ -119,6 +121,7 @@ class RunRecord(Callback):
         self.samples = samples
         self.speed_settings = dict(speed_settings or {})
         self.per_device_hour = per_device_hour
+        self.logs_windows = logs_windows
         self.run_id = ""
         self.num_starts = 0
         self.all_bad_samples: dict[int, tuple[str, str]] = {}
@@ -275,6 +278,24 @@ class RunRecord(Callback):
         if self._is_writer:
             append_lines(self.folder / METRICS, [{key: finite(value) for key, value in line.items()}])
         logger.log_metrics(named(WINDOW, line) | streams_named(line))
+        if self.logs_windows:
+            log.info(f"train: {self._describe(line, state)}")
+
+    def _describe(self, line: Mapping[str, Any], state: State) -> str:
+        """Describe a window in one line. The time left is that of the whole duration; a target may end the run earlier."""
+        elapsed, images = state.get_elapsed_duration(), line["images"]
+        elapsed_frac = elapsed.value if elapsed is not None else 0.0
+        num_steps = f" of {round(line['batch'] / elapsed_frac):,}" if elapsed_frac else ""
+        parts = [f"step {line['batch']:,}{num_steps}", f"{images:,} images"]
+        parts += [] if self.loss is None else [f"loss {self.loss:.4g}"]
+        parts.append(f"{three_digits(line['images_per_sec'])} images/s")
+        mfu = self.throughput.mfu(line["images_per_sec"])
+        parts += [] if mfu is None else [f"MFU {mfu:.1%}"]
+        parts.append(f"{line['peak_mem_gib']:.1f} GiB")
+        if 0.0 < elapsed_frac < 1.0:
+            left_sec = images * (1.0 / elapsed_frac - 1.0) / line["images_per_sec_wall"]
+            parts.append(f"{readable_time(left_sec)} left")
+        return ", ".join(parts)
 
     def add_evaluation(self, line: Mapping[str, Any], logger: Logger) -> None:
         """Record an evaluation; all ranks call it with the same line."""

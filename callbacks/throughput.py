@@ -264,6 +264,12 @@ class Throughput(Callback):
         self._is_unmeasured = False
         self._images_before = state.timestamp.sample.value
 
+    def mfu(self, images_per_sec: float) -> float | None:
+        """Return the model FLOPs utilization at a speed of all ranks; None: the peak or the cost of an image is unknown."""
+        if self.peak is None or self.flops_per_image is None:
+            return None
+        return images_per_sec / dist.get_world_size() * (self.flops_per_image / 1e12) / self.peak
+
     def result(self) -> dict[str, Any]:
         """Return the run's values; speeds are None if no batch was measured."""
         measured = [window for window in self.windows if not (window["warmup"] or window.get("profiled"))]
@@ -281,7 +287,7 @@ class Throughput(Callback):
             "images_per_sec_max": max(speeds, default=None),
             "images_per_sec_per_device": per_device,
             "images_per_sec_wall": self.images / wall_sec if wall_sec and self.images else None,
-            "mfu": per_device * tflop / self.peak if per_device and self.peak and tflop else None,
+            "mfu": self.mfu(per_sec) if per_sec else None,
             "peak_tflops": self.peak,
             "tflop_per_image": tflop,
             "data_wait_frac": wait / (train + wait) if whole else None,

@@ -38,7 +38,7 @@ from checkpointing.host_copy import HostCopy
 from common.log import log
 from common.value_types import limited
 from ema import EMA
-from ranks import collectives
+from ranks import collectives, rendezvous
 from ranks.collectives import STOP_SIGNALS
 from weights.tensors import is_sharded_tensor, iterate_tensors
 
@@ -81,6 +81,12 @@ class SaveConfig:
     def is_on(self) -> bool:
         """True for a resolved run that writes full checkpoints."""
         return bool(self.every_images or self.every_min)
+
+    def describe(self) -> str:
+        """Return when a resolved run writes full checkpoints, for the user."""
+        every = [f"{self.every_images:,} images"] if self.every_images else []
+        every += [f"{self.every_min:g} minutes"] if self.every_min else []
+        return f"every {' and every '.join(every)}" if every else "none"
 
 
 class StoppedBySignal(SystemExit):
@@ -156,8 +162,7 @@ class Checkpointer(Callback):
             return
         self._state, self._saved_at = state, time.monotonic()
         if dist.get_world_size() > 1:
-            # On the CPU, so that checking for a signal does not wait for a device.
-            self._group = torch.distributed.new_group(backend="gloo")
+            self._group = rendezvous.new_cpu_group()
         for number in STOP_SIGNALS:
             self._handlers[number] = signal.signal(number, self._note_signal)
 

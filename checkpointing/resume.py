@@ -102,15 +102,24 @@ class RunState:
     lost: dict[str, str] = field(default_factory=dict)
     """File of the record -> what it has lost since the checkpoint."""
 
-    def log_status(self, num_starts: int) -> None:
-        """Log where the run resumes from, if it was started before."""
-        if self.lock is not None and (num_starts > 1 or self.checkpoint):
+    def log_status(self, num_starts: int, save: str) -> None:
+        """Log where the run begins or resumes, when it saves, and how to watch it.
+
+        Args:
+            save: the points of its checkpoints, for the user.
+        """
+        if self.lock is None:
+            return
+        if num_starts == 1 and self.checkpoint is None:
+            log.info(f"run_name: {self.folder} begins.")
+        else:
             at = f"batch {self.progress.batch}, {self.progress.images:,} images"
             where = f"{at} ({self.checkpoint[0]})" if self.checkpoint else "its beginning: it has no checkpoint"
             log.info(f"run_name: {self.folder} resumes from {where}.")
-        for name, text in self.lost.items() if self.lock is not None else ():
+        for name, text in self.lost.items():
             why = "it was cut, or is a copy of before. summary.json will have history_lost"
             log.info(f"run_name: {self.folder / name} {text}: {why}.")
+        log.info(f"run_name: checkpoints: {save}; page: python -m reports.live {self.folder}")
 
     def verify(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         """Compare this start's identity with that of the checkpoint that it resumes from.

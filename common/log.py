@@ -43,7 +43,29 @@ log.filters = [should_log]
 logging.getLogger("xformers").setLevel(logging.ERROR)
 
 
-# --- tables for the terminal ---
+# --- text for the terminal ---
+
+
+def progress_interval_sec() -> float:
+    """Return the time between two updates of a progress bar: many in a terminal, few in a log file."""
+    return 0.1 if sys.stderr.isatty() else 30.0
+
+
+def three_digits(value: float) -> str:
+    """Return a number with three digits, thousands separated."""
+    return f"{value:,.0f}" if value >= 1000.0 else f"{value:.3g}"
+
+
+def readable_time(seconds: float) -> str:
+    """Return seconds in a readable unit, with three digits."""
+    if seconds < 120.0:
+        return f"{three_digits(seconds)} seconds"
+    if seconds < 2 * 3600.0:
+        return f"{three_digits(seconds / 60.0)} minutes"
+    if seconds < 72 * 3600.0:
+        return f"{three_digits(seconds / 3600.0)} hours"
+    return f"{three_digits(seconds / 86400.0)} days" if seconds < 36525 * 86400.0 else "more than a century"
+
 
 SIDES = {"l": "left", "r": "right"}
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.files import atomic_path
+from common.log import progress_interval_sec
 from common.value_types import ImageSize, kind_of_path, truncate
 from evaluation.prompts import Prompt
 from families.sampling import prompt_noise, split_by_rank
@@ -289,7 +290,14 @@ class ImageFolder:
         ]
         sampling: dict[str, Any] = {"sampler": self.sampler, "steps": self.steps}
         has_progress_bar = self.show_progress and bool(missing) and dist.get_global_rank() == 0
-        bar = tqdm(total=len(missing), desc="images", unit="image", file=sys.stderr, disable=not has_progress_bar)
+        bar = tqdm(
+            total=len(missing),
+            desc="images",
+            unit="image",
+            file=sys.stderr,
+            mininterval=progress_interval_sec(),
+            disable=not has_progress_bar,
+        )
         with collectives.stop_together() as signal:
             exchange = SignalExchange(signal, len(chunks))
             with contextlib.suppress(SignalReceived), bar:

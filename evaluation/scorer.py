@@ -25,6 +25,7 @@ from composer.utils import dist
 from torch import Tensor
 from tqdm import tqdm
 
+from common.log import progress_interval_sec
 from common.value_types import MAX_NUMBER, ImageSize, Pixels, Scales, file_problem, limited
 from evaluation import clip_score, fid
 from evaluation.generate import as_bytes, gather_images, generate_chunks
@@ -330,6 +331,7 @@ class Scorer:
                 initial=min(progress.num_done * batch_size, progress.num_images),
                 desc="evaluation",
                 unit="image",
+                mininterval=progress_interval_sec(),
                 disable=not (self.show_progress and dist.get_global_rank() == 0),
             )
             try:

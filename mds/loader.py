@@ -17,6 +17,7 @@ import queue
 import signal
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,7 +70,9 @@ class Loader(DataLoader):
         **arguments: Any,
     ):
         arguments |= dict(num_workers=num_workers, timeout=SLICE_SEC if num_workers else 0)
-        super().__init__(dataset, batch_size=None, worker_init_fn=init_worker, **arguments)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # data.workers is the user's choice
+            super().__init__(dataset, batch_size=None, worker_init_fn=init_worker, **arguments)
         self.limit_sec = limit_sec if num_workers else None
         self.all_ready = all_ready
         self.epoch_batches = epoch_batches

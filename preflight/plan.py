@@ -17,6 +17,7 @@ import torch
 from composer.utils import dist
 
 from common.errors import ConfigError
+from common.log import readable_time, three_digits
 from common.value_types import ImageSize
 from config import flatten, pluralize, to_yaml
 from families import load_family, mlperf
@@ -139,21 +140,21 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
     microbatch, host_gib = values["device_train_microbatch_size"], cost.frozen_host_gib
     encoders = "the encoders run on the CPU" if host_gib else "encoders forward"
     on_host = (
-        [f"memory of the machine: {_three_digits(host_gib)} GiB for the frozen encoders of each rank"]
+        [f"memory of the machine: {three_digits(host_gib)} GiB for the frozen encoders of each rank"]
         if host_gib
         else []
     )
     lines = [
         "--- what this run will take, by estimate: nothing here was measured ---",
         f"parameters: {cost.trained_parameters:,} trained, {cost.frozen_parameters:,} frozen",
-        f"compute: {_three_digits(cost.flops_per_image / 1e12)} TFLOP an image and training step "
+        f"compute: {three_digits(cost.flops_per_image / 1e12)} TFLOP an image and training step "
         f"(denoiser forward and backward, {encoders})",
         _batch(values["global_batch_size"], num_ranks, microbatch),
         f"memory of one device at {pluralize(microbatch, 'image')} a pass in {values['precision']}, GiB:",
         *_memory(cost, microbatch, room, ema=ema_on_device),
         *on_host,
         *smallest_num_cards(cost, values),
-        f"full checkpoint: {_three_digits(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
+        f"full checkpoint: {three_digits(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
         *_duration(values, speed := _speed(values, num_ranks, cost)),
         *_target(values, speed.rate),
     ]
@@ -169,8 +170,8 @@ def _batch(global_batch_size: int, num_ranks: int, microbatch: int) -> str:
 def _memory(cost: Cost, microbatch: int, room: str, *, ema: bool) -> list[str]:
     kinds = cost.memory_by_kind(microbatch, ema=ema)
     formulas = {"activations": f" = {microbatch} x {cost.activation_gib_per_image:.3g}"}
-    rows = [f"  {_three_digits(gib):>8}  {kind}{formulas.get(kind, '')}" for kind, gib in kinds.items() if gib > 0.0]
-    return [*rows, f"  {_three_digits(sum(kinds.values())):>8}  sum; {room}"]
+    rows = [f"  {three_digits(gib):>8}  {kind}{formulas.get(kind, '')}" for kind, gib in kinds.items() if gib > 0.0]
+    return [*rows, f"  {three_digits(sum(kinds.values())):>8}  sum; {room}"]
 
 
 # --- on how many GPUs it fits: by one image a pass, since a batch of any size can be made of such passes ---
@@ -232,17 +233,6 @@ def smallest_num_cards(cost: Cost, values: Mapping[str, Any]) -> list[str]:
 # --- how long ---
 
 
-def readable_time(seconds: float) -> str:
-    """Return seconds in a readable unit, with three digits."""
-    if seconds < 120.0:
-        return f"{_three_digits(seconds)} seconds"
-    if seconds < 2 * 3600.0:
-        return f"{_three_digits(seconds / 60.0)} minutes"
-    if seconds < 72 * 3600.0:
-        return f"{_three_digits(seconds / 3600.0)} hours"
-    return f"{_three_digits(seconds / 86400.0)} days" if seconds < 36525 * 86400.0 else "more than a century"
-
-
 @dataclasses.dataclass(frozen=True)
 class _Speed:
     """images/s over all ranks, what 90 of 100 lie between, and the line that says where they are from."""
@@ -271,9 +261,9 @@ def _speed(values: Mapping[str, Any], num_ranks: int, cost: Cost) -> _Speed:
             speed = devices.expected_speed(record, num_ranks, batch)
     except ValueError as error:
         return _Speed(None, f"time: {RECORD_KEY}: {error}")
-    ends = f"({_three_digits(speed.low)} to {_three_digits(speed.high)})"
+    ends = f"({three_digits(speed.low)} to {three_digits(speed.high)})"
     origin = f"estimated for {pluralize(num_ranks, 'rank')} from {source}, see docs/scaling.md"
-    line = f"time: of training alone, at {_three_digits(speed.value)} images/s {ends}, {origin}"
+    line = f"time: of training alone, at {three_digits(speed.value)} images/s {ends}, {origin}"
     return _Speed(speed.value, line, (speed.low, speed.high))
 
 
@@ -348,8 +338,3 @@ def _runs(point: ReferencePoint, ruleset: str, rate: float | None) -> list[str]:
 
 
 # --- numbers ---
-
-
-def _three_digits(value: float) -> str:
-    """Three digits, thousands separated."""
-    return f"{value:,.0f}" if value >= 1000.0 else f"{value:.3g}"

@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -77,7 +78,7 @@ def init_process_group(
             store = _open_store(limit_sec, more)
             _check_in(store, limit_sec, more)
             store.set_timeout(datetime.timedelta(seconds=timeout_sec))
-            with _explain_gloo_errors():
+            with _explain_gloo_errors(), _hide_gloo_lines():
                 torch.distributed.init_process_group(
                     device.dist_backend,
                     store=store,
@@ -85,8 +86,29 @@ def init_process_group(
                     world_size=dist.get_world_size(),
                     timeout=datetime.timedelta(seconds=timeout_sec),
                 )
-    dist.initialize_dist(device, timeout=timeout_sec)  # of one rank; of several it compares the backend
+    with _hide_gloo_lines():
+        dist.initialize_dist(device, timeout=timeout_sec)  # of one rank; of several it compares the backend
     warnings.filterwarnings("ignore", "barrier.*device under current context")  # which is the rank's: set before
+
+
+def new_cpu_group() -> torch.distributed.ProcessGroup:
+    """Return a group of all ranks whose collectives run on the CPU, so that they do not wait for a device."""
+    with _hide_gloo_lines():
+        return torch.distributed.new_group(backend="gloo")
+
+
+@contextlib.contextmanager
+def _hide_gloo_lines() -> Iterator[None]:
+    """Hide `[Gloo] Rank 0 is connected to ...`, which gloo prints on stdout, where the result belongs."""
+    sys.stdout.flush()
+    stdout, devnull = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(devnull)
 
 
 @contextlib.contextmanager

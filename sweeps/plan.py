@@ -27,7 +27,7 @@ from preflight.checks import check
 from reports.study import short_names
 from run_folder.environment import commit, device_name
 from run_folder.files import RUN_ONLY_KEYS
-from training.config import ALIASES, RunConfig, drop_gpu_only_keys, resolve
+from training.config import ALIASES, RunConfig, drop_keys_of_speed, resolve
 
 MAX_LABEL = 150  # characters of a run's name; loggers append to it
 RANKS = 1024
@@ -346,12 +346,12 @@ def _load(yaml: str | None, assignments: list[Assignment], problems: list[Proble
     typed, over = {assignment.key for assignment in assignments}, []
 
     def checked(config: RunConfig) -> list[Problem]:
-        problems_here = check(drop_gpu_only_keys(config, typed)[0])
+        problems_here = check(drop_keys_of_speed(config, typed)[0])
         over.extend(problem.text.removeprefix(PLAN) for problem in problems_here if problem.text.startswith(PLAN))
         return [problem for problem in problems_here if not problem.text.startswith(PLAN)]
 
     config = load(RunConfig, CommandLine(yaml, assignments, False, problems), check=checked)
-    return resolve(drop_gpu_only_keys(config, typed)[0]), next(iter(over), None)
+    return resolve(drop_keys_of_speed(config, typed)[0]), next(iter(over), None)
 
 
 # --- identity ---

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from common.files import write_atomic, write_json
-from common.log import log, render_table
+from common.log import log, readable_time, render_table
 from config import pluralize
-from preflight.plan import readable_time
 from reports.study import SCHEMA
 from run_folder.environment import environment
 from run_folder.files import read_summary

@@ -15,7 +15,7 @@ from test_adopt import row
 from prepare import adopt
 from tests.store.server import Store
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300, func_only=True)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300, func_only=True)]
 
 NUM, BATCHES = 96, 14
 LIMIT_SEC = 120.0

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,11 +132,26 @@ def test_the_predecessors_flags_mean_what_they_meant(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("quick_estimate")
+def test_a_terminal_has_composers_bar_and_a_file_a_line_per_window(tmp_path, capfd, monkeypatch):
+    words = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", "loggers.progress_bar=true"]
+    assert main(*words, "run_name=a") == 0
+    logged = capfd.readouterr().err
+    assert re.search(
+        r"^train: step 2 of 4, 16 images, loss [\d.]+, [\d.]+ images/s, [\d.]+ GiB, [\d.]+ \w+ left$", logged, re.M
+    )
+    assert "checkpoints: none; page: python -m reports.live" in logged and "loss/train/total=" not in logged
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(*words, "run_name=b") == 0
+    shown = capfd.readouterr().err
+    assert "loss/train/total=" in shown and "train: step" not in shown
+    assert "Config:" not in shown and "global_batch_size:" not in shown
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_batch_and_rank(tmp_path, capsys):
     words = ["data.synthetic=true", "optimizer.lr=1e30", f"run_folder={tmp_path}", "run_name=a", "max_duration=9ba"]
     assert main(*TINY_RUN, *words, "loggers.debug=true") == 1
     trace, _, stderr = capsys.readouterr().err.rpartition("loss: ")
-    assert trace.startswith("Traceback (most recent call last):\n")
+    assert "\nTraceback (most recent call last):\n" in trace
     assert re.match(
         r"(nan|inf) in batch [12] \(counted from 0\), first seen on rank 0\. The run stops before anything of this "
         r"batch is kept; there is no checkpoint yet\. If training diverges, lower optimizer\.lr",

@@ -65,7 +65,7 @@ print(model.denoiser(torch.ones(1, 8)).shape)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600, func_only=True)
 def test_inductor_compiles_again_what_was_cut_off(cache):
     def compiled() -> subprocess.CompletedProcess[str]:

@@ -126,17 +126,22 @@ def test_a_configuration_that_cannot_run_ends_with_2_and_says_it_once_on_two_ran
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def test_tensorboard_and_the_progress_bar_show_the_losses_of_the_record(tmp_path):
-    words = ["--use_synth_data", "loggers.tensorboard.log_dir=null", "loggers.progress_bar=true"]
+def test_tensorboard_and_the_log_show_the_losses_of_the_record(tmp_path):
+    words = ["--use_synth_data", "loggers.tensorboard.log_dir=null"]
     done = run("composer", "-n", "1", "benchmark.py", *TINY_RUN, *words, f"run_folder={tmp_path}", "run_name=logged")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "loss/train/total=" in done.stderr  # Composer's bar
+    logged = re.findall(
+        r"^train: step (\d+) of \d+, .* images, loss ([\d.e+-]+), .* images/s, .* GiB", done.stderr, re.M
+    )
+    lines = metrics(tmp_path / "logged")
+    assert logged == [(str(line["batch"]), f"{line['loss']:.4g}") for line in lines]
+    assert f"run_name: {tmp_path}/logged begins.\n" in done.stderr and "[Gloo]" not in done.stdout + done.stderr
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(next((tmp_path / "logged" / "tensorboard").rglob("events.*")).parent))
     events.Reload()
     recorded = [event.value for event in events.Scalars("train/loss")]
-    assert recorded == pytest.approx([line["loss"] for line in metrics(tmp_path / "logged")], rel=1e-6)
+    assert recorded == pytest.approx([line["loss"] for line in lines], rel=1e-6)
 
 
 def test_a_run_writes_only_its_record(tmp_path):

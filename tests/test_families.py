@@ -255,7 +255,7 @@ def test_every_family_has_a_recipe_that_the_preset_alone_makes_one_for_a_cpu(mon
         with cost_made_up():
             assert benchmark.main([*words, "--print_config"]) == 0
             shown = yaml.safe_load(capsys.readouterr().out)
-            assert (shown["attention"], shown["cudnn_benchmark"]) == ("auto", False)
+            assert (shown["attention"], shown["compile"], shown["cudnn_benchmark"]) == ("auto", "off", False)
             assert benchmark.main([*words, "attention=cudnn"]) == 2
         said = capsys.readouterr().err
         assert said == "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math.\n"
@@ -266,9 +266,9 @@ def test_every_family_has_a_recipe_that_the_preset_alone_makes_one_for_a_cpu(mon
 @pytest.mark.usefixtures("quick_estimate")
 def test_what_a_trial_on_a_cpu_leaves_out_is_said_and_recorded(tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text((ROOT / "yamls/sdxl_1024_synthetic.yaml").read_text() + "attention: cudnn\n")
-    words = [str(tmp_path / "recipe.yaml"), *TINY_RUN, "compile=off", "device_train_microbatch_size=8"]
+    words = [str(tmp_path / "recipe.yaml"), *TINY_RUN, "device_train_microbatch_size=8"]
     assert benchmark.main([*words, "max_duration=1ba", f"run_folder={tmp_path}", "run_name=a"]) == 0
-    left = "attention=cudnn, cudnn_benchmark=true: left out, since model.preset=tiny has no GPU here\n"
+    left = "attention=cudnn, compile=whole, cudnn_benchmark=true: left out for model.preset=tiny\n"
     assert left in capsys.readouterr().err
     assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["attention"] == "auto"
 

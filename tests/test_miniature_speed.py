@@ -61,7 +61,7 @@ def curve(moments, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("name", ["eager", pytest.param("compiled", marks=pytest.mark.long)])
 def test_the_curve_in_float32_is_the_plain_ones(curve, name, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert curve(name, *KEYS[name]) == pytest.approx(curve("plain"), rel=1e-4)

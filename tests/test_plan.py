@@ -7,6 +7,7 @@ import re
 import pytest
 from test_mlperf import REFERENCE
 
+from common.log import readable_time
 from families.mlperf import SD
 from preflight import plan
 from training.memory import Cost
@@ -107,7 +108,7 @@ def test_time_is_images_over_rate(rate, global_batch_size):
     [(119.0, "119 seconds"), (121.0, "2.02 minutes"), (7200.0, "2 hours"), (86400.0 * 1234, "1,234 days")],
 )
 def test_times_are_in_the_unit_that_a_person_would_choose(seconds, text):
-    assert plan.readable_time(seconds) == text
+    assert readable_time(seconds) == text
 
 
 @pytest.mark.parametrize("rate", [None, 0.0, float("nan")])

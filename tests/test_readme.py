@@ -108,6 +108,7 @@ RUN_BY = {
     "demo": "tests/test_miniature.py",
     "miniature": "tests/test_miniature.py",
     "test": "tests/conftest.py",  # this suite
+    "test-long": "tests/conftest.py",
     "test-store": "tests/store/test_harness.py",
     "test-faults": "tests/test_faults.py",
     "test-8bit": "tests/test_low_memory_adamw_8bit.py",

@@ -108,6 +108,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(words_of, tmp_path):
     assert "resumes from batch 4, 128 images" in done.stderr and newest(tmp_path, "a")["progress"]["batch"] == 8
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900, func_only=True)
 def test_ten_kills_while_checkpoints_are_written_lose_nothing_but_the_batches_since(words_of, tmp_path):
     """A checkpoint after every batch, so that most of the time one is being written."""

@@ -14,7 +14,7 @@ from conftest import ROOT
 from PIL import Image
 from test_plan import lines
 
-from preflight import plan
+from common.log import readable_time, three_digits
 from scaling import __main__, devices, estimates, report
 from scaling.law import Setup
 
@@ -356,12 +356,11 @@ def test_print_config_reckons_its_ranks_from_a_record_with_an_interval(tmp_path)
     printed = lines(measure__expected_record=place, max_duration="2000ba")
     at = next(line for line in printed if line.startswith("time: "))
     assert (
-        f"at {plan._three_digits(told_of.value)} images/s ({plan._three_digits(told_of.low)} to" in at
-        and "for 8 ranks from" in at
+        f"at {three_digits(told_of.value)} images/s ({three_digits(told_of.low)} to" in at and "for 8 ranks from" in at
     )
     took = next(line for line in printed if line.startswith("max_duration: "))
-    slowest = plan.readable_time(512_000 / told_of.low)
-    assert took.endswith(f"to {slowest})") and plan.readable_time(512_000 / told_of.value) in took
+    slowest = readable_time(512_000 / told_of.low)
+    assert took.endswith(f"to {slowest})") and readable_time(512_000 / told_of.value) in took
     assert any("mean" in line and "minutes" in line for line in printed)  # to the target, too
 
 

@@ -294,7 +294,7 @@ def test_evaluation_validation_and_grids_are_those_of_whole_weights(words_of, mi
 # --- hybrid ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400, func_only=True)
 def test_hybrid_on_two_machines_trains_as_whole_weights_on_four_ranks(words_of, tmp_path):
     """Two launchers of two ranks each, as on two machines: each has a copy of its own. It goes on from parts of four."""

@@ -161,7 +161,7 @@ def test_the_loss_curve_and_the_images_stay_those_of_the_plain_path(keys, family
     torch.testing.assert_close(generate(fast), generate(plain), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600, func_only=True)  # kernels are compiled by gcc
 def test_blocks_compiled_to_kernels_keep_the_loss_curve(kernels):
     """Of a small network: those of the miniature's take a compiler minutes, see compile=whole in test_miniature_speed.py."""

@@ -482,7 +482,7 @@ def num_lines(path: Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900, func_only=True)
 def test_a_sweep_with_a_crash_a_hang_and_an_out_of_memory_killed_twice_ends_with_every_row_right(tmp_path):
     """Real runs. The first is killed with the sweep, and resumes from its checkpoint; another stands still."""

@@ -218,7 +218,7 @@ def build_trainer(
         algorithms=[] if learning.average is None else [learning.average],
         callbacks=[callback for callback in callbacks if callback is not None],
         loggers=build_loggers(config.loggers, config.run_name, record.run_id, record.folder, logged),
-        progress_bar=config.loggers.progress_bar,
+        progress_bar=config.loggers.shows_progress_bar,
         device=device,
         precision=composer_precision(device, config.precision),
         device_train_microbatch_size=config.device_train_microbatch_size,
@@ -298,6 +298,7 @@ def build_record(
         samples=loader,
         speed_settings={key: facts[key] for key in ("device_train_microbatch_size", *speed.values_of(config))},
         per_device_hour=config.cost.per_device_hour,
+        logs_windows=not config.loggers.shows_progress_bar,
     )
 
 

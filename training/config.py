@@ -135,26 +135,28 @@ ALIASES = {
 }
 
 
-def drop_gpu_only_keys(config: Config, typed: Collection[str]) -> tuple[Config, str | None]:
-    """Take from a tiny network's run on a machine without a GPU those keys of speed of its YAML that need one.
+def drop_keys_of_speed(config: Config, typed: Collection[str]) -> tuple[Config, str | None]:
+    """Take from a tiny network's run those keys of speed of its YAML that cost it more than they save, or need a GPU.
 
-    So a recipe for GPUs is tried with model.preset=tiny alone.
+    Compiling takes minutes, a tiny run seconds. So a recipe for GPUs is tried with model.preset=tiny alone.
 
     Args:
-        typed: keys of the command line; they stay, and are refused.
+        typed: keys of the command line; they stay, and are refused where they need a GPU.
 
     Returns:
         the configuration, and what was left out, for the user; None: nothing.
     """
-    if config.model.preset != "tiny" or torch.cuda.is_available():
+    if config.model.preset != "tiny":
         return config, None
-    plain: dict[str, Any] = dict.fromkeys(speed.ON_A_GPU, False)
-    plain |= {} if config.attention in speed.ON_A_CPU else {"attention": "auto"}
+    plain: dict[str, Any] = {} if "compile" in typed else speed.NOT_COMPILED
+    if not torch.cuda.is_available():
+        plain = plain | dict.fromkeys(speed.ON_A_GPU, False)
+        plain |= {} if config.attention in speed.ON_A_CPU else {"attention": "auto"}
     plain = {key: value for key, value in plain.items() if key not in typed and getattr(config, key) != value}
     if not plain:
         return config, None
     settings = ", ".join(f"{key}={str(getattr(config, key)).lower()}" for key in sorted(plain))
-    return dataclasses.replace(config, **plain), f"{settings}: left out, since model.preset=tiny has no GPU here"
+    return dataclasses.replace(config, **plain), f"{settings}: left out for model.preset=tiny"
 
 
 def resolve(config: Config) -> Config:

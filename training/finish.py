@@ -15,6 +15,7 @@ from callbacks.periodic import EveryNImages
 from callbacks.quality_target import SCORES, TARGET_KEYS, QualityTarget
 from callbacks.run_record import RunRecord
 from checkpointing.callback import Checkpointer
+from checkpointing.files import WEIGHTS, list_checkpoints
 from common.interrupts import CODE
 from common.log import log
 from evaluation import plots
@@ -80,3 +81,10 @@ def write_page(folder: Path, *, is_silent: bool = False) -> None:
         return
     if not is_silent:
         log.info(f"page: {path}")
+
+
+def log_next_command(folder: Path, eval_when: str) -> None:
+    """Log on rank 0 what is usually done next with a finished run that has snapshots: scoring, or else export."""
+    if dist.get_global_rank() == 0 and list_checkpoints(folder / "checkpoints", WEIGHTS):
+        command = f"composer eval.py {folder}" if eval_when == "after" else f"python export.py {folder} OUT"
+        log.info(f"next: {command}")

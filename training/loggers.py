@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import sys
 import threading
 import time
 import warnings
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 
 import composer.loggers
 from composer import Logger, State
-from composer.loggers import LoggerDestination
+from composer.loggers import LoggerDestination, ProgressBarLogger
 from composer.utils import dist
 from PIL import Image
 
@@ -68,7 +69,7 @@ class LoggersConfig:
     """Loggers besides the run record. None is on by default."""
 
     progress_bar: bool = True
-    """Show Composer's progress bar."""
+    """Show Composer's progress bar, in a terminal. Without it a line is logged per window."""
     debug: bool = False
     """Show tracebacks."""
     group: str | None = None
@@ -76,6 +77,11 @@ class LoggersConfig:
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
     mlflow: MlflowConfig | None = None
+
+    @property
+    def shows_progress_bar(self) -> bool:
+        """True if the progress bar is wanted and stderr is a terminal."""
+        return self.progress_bar and sys.stderr.isatty()
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for every invalid section."""
@@ -218,6 +224,14 @@ def build_loggers(
     if config.mlflow is not None:
         loggers.append(MlflowLogger(config.mlflow, folder, run_name=run_name, run_id=run_id, group=config.group))
     return loggers
+
+
+def log_config(logger: Logger, config: Mapping[str, Any]) -> None:
+    """Give the loggers the configuration. Composer's progress bar would print it: 160 lines, which config.yaml has."""
+    for destination in logger.destinations:
+        if isinstance(destination, ProgressBarLogger):
+            destination.hparams_already_logged_to_console = True
+    logger.log_hyperparameters(dict(config))
 
 
 # --- W&B and TensorBoard: they also get the configuration under flat keys, and the result line ---

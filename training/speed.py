@@ -45,6 +45,7 @@ BACK_ENDS = {
 }
 ON_A_CPU = ("auto", "flash", "math")
 ON_A_GPU = ("cuda_graphs", "cudnn_benchmark")
+NOT_COMPILED = {"compile": "off", "compile_mode": "default", "cuda_graphs": False}
 IN_16_BITS = ("flash", "cudnn")  # on a GPU they do not support float32
 # cuDNN before 9.15.1 reads out of bounds if a length is not a multiple of this (pytorch issue 169849).
 CUDNN_LENGTH = 128
@@ -311,6 +312,7 @@ def compile_networks(model: SpeedModel, keys: SpeedKeys, num_sizes: int = 1) -> 
 
     if BACKEND == "inductor":
         remove_unfinished_libraries()
+        log.info("compile: the first step compiles the network, which takes minutes.")
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.recompile_limit = num_sizes * (
         GRAPHS_OF_WHOLE if keys.compile == "whole" else GRAPHS_OF_BLOCKS
