@@ -345,7 +345,7 @@ def _score(runs: Sequence[History], key: str) -> Plot:
             one = {"name": "scored later (eval.py)", "colour": "s1"}
             more = {"name": f"{series_keys['name']}, scored later"} if len(runs) > 1 else one
             series.append(_points(rows, key, **series_keys | more | {"dash": 1}))
-    title, is_log = LABELS[key].split(" (")[0], key == "fid"
+    title, is_log = LABELS[key].split(" (")[0], key == "fid" and _least(series) > 0.0
     return Plot(f"{key}-over-images", title, IMAGES, LABELS[key], series, _targets(runs, key), is_log=is_log)
 
 
@@ -407,11 +407,15 @@ def _plain(runs: Sequence[History], key: str, title: str, label: str, most: int 
     return Plot(key.replace("_", "-"), title, IMAGES, label, series, is_log=most == NUM_MEANS and _is_wide(series))
 
 
+def _least(series: Sequence[Series]) -> float:
+    """Return the least value that is drawn; 0: none is."""
+    return min((float(line.lows.min()) for line in series if len(line.y)), default=0.0)
+
+
 def _is_wide(series: Sequence[Series]) -> bool:
     """True where the values are positive and of very different sizes."""
-    drawn = [line for line in series if len(line.y)]
-    least = min((float(line.lows.min()) for line in drawn), default=0.0)
-    return least > 0.0 and max(float(line.highs.max()) for line in drawn) / least > WIDE_RANGE
+    least = _least(series)
+    return least > 0.0 and max(float(line.highs.max()) for line in series if len(line.y)) / least > WIDE_RANGE
 
 
 def _validation(runs: Sequence[History]) -> list[Plot]:
