@@ -184,7 +184,7 @@ def train(requested: RunConfig, began: float, uploads: Uploads | None = None) ->
     result = record.finish(outcome_of(config.target, target, record, when=config.eval.when))
     draw_evaluations(record, str(config.run_name), config.target)
     write_page(record.folder)
-    log_next_command(record.folder, config.eval.when)
+    log_next_command(record.folder, model.family, config.eval.when)
     end(trainer, loader, result)
     run.release()
     return result

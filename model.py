@@ -260,8 +260,9 @@ class LatentDiffusion(ComposerModel):
         return error.flatten(1).mean(dim=1)
 
     def loss(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted mean squared error, a float32 scalar."""
-        losses = outputs["weight"] * self.errors(outputs)  # (B,)
+        """Return the weighted mean of the samples' losses, a float32 scalar."""
+        of_samples = self.objective.losses(outputs["prediction"].float(), outputs["target"].float())
+        losses = outputs["weight"] * of_samples  # (B,)
         if self.on_losses is not None:
             self.on_losses(losses.detach(), batch)
         return losses.mean()

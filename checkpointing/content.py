@@ -6,6 +6,7 @@ ranks (training/sharding.py), the same names stand for tensors of which each ran
 
 from __future__ import annotations
 
+import copy
 import datetime
 import time
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Callback, State, Timestamp
+from composer import Algorithm, Callback, State, Timestamp
 from torch import Tensor, nn
 
 from checkpointing import sharded
@@ -85,9 +86,9 @@ def _optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def stateful_callbacks(state: State) -> dict[str, Callback]:
-    """Name in checkpoints -> callback, for all callbacks that save state."""
-    return {c.saved_as: c for c in state.callbacks if hasattr(c, "saved_as")}
+def stateful_callbacks(state: State) -> dict[str, Callback | Algorithm]:
+    """Name in checkpoints -> callback or algorithm, for all that save state."""
+    return {c.saved_as: c for c in (*state.callbacks, *state.algorithms) if hasattr(c, "saved_as")}
 
 
 def collect_content(
@@ -186,15 +187,22 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, A
     # training/low_memory_adamw.py has it: its state is no copy of the parameter.
     begin_state = getattr(optimizer, "begin_state", None)
     for n, parameter in enumerate(parameters):
-        saved_state = saved["state"][n]
+        if (saved_state := saved["state"].get(n)) is None:  # it never had a gradient
+            continue
+        # An optimizer from outside may have a state that is no moment: a number, or a tensor of another shape.
+        is_moment = {k: isinstance(v, Tensor) and v.shape == parameter.shape for k, v in saved_state.items()}
         if begin_state is not None:
-            state = begin_state(parameter)
+            state, rest = begin_state(parameter), ["step"]
         else:
-            like = parameter.detach()
-            state = {k: torch.empty_like(like, dtype=v.dtype) for k, v in saved_state.items() if k != "step"}
+            like, rest = parameter.detach(), [name for name in saved_state if name == "step" or not is_moment[name]]
+            state = {k: torch.empty_like(like, dtype=v.dtype) for k, v in saved_state.items() if k not in rest}
         _copy_tensors({name: moment for name, moment in state.items() if name != "step"}, saved_state)
         at = torch.device("cpu") if begin_state is not None else parameter.device
-        optimizer.state[parameter] = {**state, "step": saved_state["step"].to(at, copy=True)}
+        optimizer.state[parameter] = {**state, **{name: _copy(saved_state[name], at) for name in rest}}
+
+
+def _copy(value: Any, device: torch.device) -> Any:
+    return value.to(device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def name_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: EMA | None) -> dict[str, Tensor]:

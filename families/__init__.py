@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 
+from common.plugins import is_plugin, parse_plugin
 from families.spec import Family
 
 FAMILIES = {
@@ -19,19 +20,36 @@ FAMILIES = {
     "shapes": "families.shapes.family",
 }
 """family -> module; each module has `build(preset, variant) -> Family`. Imported only when asked for."""
+NEEDED = ("name", "objective", "pixels_per_latent", "latent_scale", "num_tokens", "vocabulary_size", "text_width")
+"""Attributes that a class from outside has to set."""
 
 
 def load_family(name: str, preset: str, variant: str) -> Family:
     """Build a family in one of its sizes.
 
     Args:
-        name: a key of FAMILIES.
+        name: a key of FAMILIES, or a class from outside (common/plugins.py), which is called with preset and variant.
         preset: "full", or "tiny": the same code and block types, small enough for a CPU.
         variant: a version of the network that the family knows.
 
     Raises:
-        ValueError: an unknown name, preset or variant; the message lists the known ones.
+        ValueError: an unknown name, preset or variant; the message lists the known ones. Or see common/plugins.py.
     """
+    if is_plugin(name):
+        return _load_from_outside(name, preset, variant)
     if name not in FAMILIES:
-        raise ValueError(f"model.family: unknown family '{name}'. Known: {', '.join(sorted(FAMILIES))}.")
+        raise ValueError(
+            f"model.family: unknown family '{name}'. Known: {', '.join(sorted(FAMILIES))}, or path/to/file.py:Class."
+        )
     return importlib.import_module(FAMILIES[name]).build(preset, variant)
+
+
+def _load_from_outside(name: str, preset: str, variant: str) -> Family:
+    plugin = parse_plugin("model.family", name)
+    family = plugin.build(Family, preset, variant)
+    family.variant = getattr(family, "variant", variant)
+    if missing := [attribute for attribute in NEEDED if not hasattr(family, attribute)]:
+        raise ValueError(
+            f"model.family: {plugin.text} does not set {', '.join(missing)}. families/spec.py says what they are."
+        )
+    return family

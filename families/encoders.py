@@ -189,7 +189,7 @@ class ModelConfig:
     """The model, its frozen encoders, and its initial weights."""
 
     family: str = "sd2"
-    """sd2, sdxl, flux; of videos mochi, hunyuan_video, wan; or shapes (the miniature)."""
+    """sd2, sdxl, flux; of videos mochi, hunyuan_video, wan; shapes (the miniature); or your own: path/to/file.py:Class."""
     preset: str = "full"
     """full, or tiny: under 2 M parameters, for a CPU; ignores keys of GPU speed."""
     variant: str = "stock"

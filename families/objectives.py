@@ -12,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from common.plugins import parse_plugin
 from common.value_types import limited
 
 NUM_TRAIN_STEPS, BETA_START, BETA_END = 1000, 0.00085, 0.012
@@ -27,6 +29,8 @@ NUM_TRAIN_STEPS, BETA_START, BETA_END = 1000, 0.00085, 0.012
 class ObjectiveConfig:
     """What the denoiser is trained to predict."""
 
+    name: str | None = None
+    """A loss of your own: path/to/file.py:Class, a subclass of families.objectives.RectifiedFlow or DiscreteDiffusion."""
     prediction: str | None = None
     """epsilon, v or flow. null: the variant's default."""
     weighting: Literal["none", "min_snr"] = "none"
@@ -96,8 +100,8 @@ def _format_yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-class Objective(Protocol):
-    """The interface of a forward process for model.py."""
+class Objective:
+    """A forward process with its loss: what model.py calls."""
 
     prediction: str
     """What the network predicts, one of PREDICTIONS in families/sampling.py."""
@@ -106,36 +110,42 @@ class Objective(Protocol):
     offset_noise: float
     """See `ObjectiveConfig`."""
 
-    def to(self, device: torch.device) -> Objective: ...
+    def __init__(self, config: ObjectiveConfig):
+        """`config`: without null."""
+        raise NotImplementedError
+
+    def to(self, device: torch.device) -> Objective:
+        return self
 
     def draw_times(self, num: int, generator: torch.Generator) -> Tensor:
         """Draw one time per sample, (B,), on the generator's device."""
-        ...
+        raise NotImplementedError
 
     def times_at(self, thousandths: Tensor) -> Tensor:
         """# (B,) in [0, 1000) -> (B,): the times at these thousandths of the schedule, from the least noise on."""
-        ...
+        raise NotImplementedError
 
     def corrupt(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """# (B, C, h, w), (B, C, h, w), (B,) -> (B, C, h, w) in the latents' dtype."""
-        ...
+        raise NotImplementedError
 
     def target(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """Return the network's target, (B, C, h, w)."""
-        ...
+        raise NotImplementedError
 
     def weight(self, times: Tensor) -> Tensor:
         """Return each sample's weight in the loss, (B,) float32."""
-        ...
+        return torch.ones(len(times), device=times.device)
+
+    def losses(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """# (B, C, h, w) float32, twice -> (B,): each sample's loss without its weight; here the mean squared error."""
+        return F.mse_loss(prediction, target, reduction="none").flatten(1).mean(dim=1)
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
-    """Build the forward process of a configuration without null."""
-    assert config.prediction is not None
-    if config.prediction != "flow":
-        return DiscreteDiffusion(config, config.prediction)
-    assert config.timesteps is not None and config.shift is not None
-    return RectifiedFlow(timesteps=config.timesteps, shift=config.shift, offset_noise=config.offset_noise)
+    """Build the forward process of a configuration without null. Raises ValueError: see common/plugins.py."""
+    kind = RectifiedFlow if config.prediction == "flow" else DiscreteDiffusion
+    return kind(config) if config.name is None else parse_plugin("objective.name", config.name).build(kind, config)
 
 
 def scaled_linear_alphas_cumprod() -> Tensor:
@@ -163,11 +173,12 @@ def min_snr_weight(alpha_bar: Tensor, gamma: float, prediction: str) -> Tensor:
     return torch.clamp(snr, max=gamma) / (snr if prediction == "epsilon" else snr + 1.0)
 
 
-class DiscreteDiffusion:
+class DiscreteDiffusion(Objective):
     """T discrete steps, uniform times, target epsilon or v (v: Salimans & Ho 2022, arXiv:2202.00512)."""
 
-    def __init__(self, config: ObjectiveConfig, prediction: str):
-        self.prediction = prediction
+    def __init__(self, config: ObjectiveConfig):
+        assert config.prediction is not None
+        self.prediction = config.prediction
         self.weighting, self.gamma = config.weighting, config.min_snr_gamma
         self.zero_terminal_snr, self.offset_noise = config.zero_terminal_snr, config.offset_noise
         alpha_bar = scaled_linear_alphas_cumprod()
@@ -207,24 +218,19 @@ class DiscreteDiffusion:
         return min_snr_weight(self.alpha_bar[times], self.gamma, self.prediction)
 
 
-class RectifiedFlow:
+class RectifiedFlow(Objective):
     """Straight paths from data to noise: x_t = (1 - t) x_0 + t eps, target eps - x_0 (Liu et al. 2022, arXiv:2209.03003).
 
-    Args:
-        timesteps: how t is drawn: "uniform", or "logit_normal": the logistic function of a standard normal number
-            (Esser et al. 2024, arXiv:2403.03206, equation 19, with mean 0 and deviation 1).
-        shift: of the drawn t, see `shift_times`.
-        offset_noise: see `ObjectiveConfig`.
+    `timesteps` says how t is drawn: "uniform", or "logit_normal": the logistic function of a standard normal number
+    (Esser et al. 2024, arXiv:2403.03206, equation 19, with mean 0 and deviation 1); `shift` moves it, see `shift_times`.
     """
 
     prediction = "flow"
     zero_terminal_snr = False  # a path ends in pure noise by itself; this is about schedules in steps
 
-    def __init__(self, *, timesteps: str, shift: float, offset_noise: float = 0.0):
-        self.timesteps, self.shift, self.offset_noise = timesteps, shift, offset_noise
-
-    def to(self, device: torch.device) -> RectifiedFlow:
-        return self
+    def __init__(self, config: ObjectiveConfig):
+        assert config.timesteps is not None and config.shift is not None
+        self.timesteps, self.shift, self.offset_noise = config.timesteps, config.shift, config.offset_noise
 
     def draw_times(self, num: int, generator: torch.Generator) -> Tensor:
         """Return t in [0, 1], float32."""
@@ -241,9 +247,6 @@ class RectifiedFlow:
 
     def target(self, latents: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         return noise - latents
-
-    def weight(self, times: Tensor) -> Tensor:
-        return torch.ones(len(times), device=times.device)
 
 
 def shift_times(times: Tensor, shift: float) -> Tensor:

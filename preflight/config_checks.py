@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from composer import Algorithm, Callback
+from composer.loggers import LoggerDestination
 from composer.utils import dist
+from torch.optim import Optimizer
 
 from callbacks.mlperf_log import MLPerfConfig
 from checkpointing.files import FULL, list_checkpoints
 from common.command_line import Problem
 from common.errors import ConfigError
 from common.files import write_problem
+from common.plugins import is_plugin, parse_plugin
 from common.value_types import ImageSize, Pixels, kind_of_path, read_duration
 from config import flatten
 from data import SYNTHETIC_EPOCH_BATCHES, DataConfig, Encodings
@@ -84,6 +88,7 @@ def quick_problems(config: RunConfig, data_problems: Pairs) -> list[Problem]:
         *_named(_objective_problems(family, config.objective, config.eval, config.samples)),
         *(_learning_rate_problems(batch) if takes_reference_rate(config.model, config.optimizer) else []),
         *_named(_evaluation_problems(config, family), "global_batch_size", "max_duration"),
+        *_plugin_problems(config),
         *log_problems(config),
         *_lora_problems(config.lora, config.model, config.precision, is_synthetic=config.data.synthetic),
     ]
@@ -120,6 +125,23 @@ def _kind_problems(config: RunConfig, family: Family | None) -> Iterator[tuple[s
         draws_samples = config.samples.is_given
         with contextlib.suppress(ValueError):  # of the size, named by model_problems
             yield from _video_problems(family, config.size, config, config.eval.when, draws_samples=draws_samples)
+
+
+def _plugin_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what is wrong with classes from outside; that of model.family is looked at with the family."""
+    lists: list[tuple[str, list[Any], type]] = [
+        ("algorithms", config.algorithms, Algorithm),
+        ("callbacks", config.callbacks, Callback),
+        ("loggers.classes", config.loggers.classes, LoggerDestination),
+    ]
+    wanted = [(key, f"{key}[{n}]", value, base, []) for key, values, base in lists for n, value in enumerate(values)]
+    if is_plugin(config.optimizer.name):
+        wanted.append(("optimizer.name", "optimizer.name", config.optimizer.name, Optimizer, [[]]))
+    for key, name, value, base, given in wanted:
+        try:
+            parse_plugin(name, value).check(base, *given, **({"lr": 1.0} if given else {}))
+        except ValueError as error:
+            yield Problem(str(error), (key,))
 
 
 def _lora_problems(
@@ -339,6 +361,11 @@ def _objective_problems(
         possible = f"{family.name} cannot be trained on '{prediction}'. Possible: {', '.join(family.predictions)}."
         return [("objective.prediction", possible)]
     problems = objective.problems(family.objective)
+    if objective.name is not None and not problems:
+        try:
+            family.build_objective(objective)
+        except ValueError as error:
+            return [("objective.name", str(error).removeprefix("objective.name: "))]
     if evaluation.when != "off" or samples.is_given:
         problems += sampler_problems(evaluation, objective.resolved(family.objective))
     return problems
@@ -406,6 +433,7 @@ def _scoring_problems(
 # --- a run that writes an MLPerf log ---
 
 FIX_VALUE = "Use the reference's value, or mlperf.division=open."
+OWN_CLASS = "Leave it out, or say mlperf.division=open."
 FIX_DATA = "Give the whole dataset, or mlperf.division=open for a subset."
 
 
@@ -421,6 +449,10 @@ def log_problems(config: RunConfig) -> list[Problem]:
     problems = [Problem(f"mlperf.enabled: true, but {text}", ("mlperf.enabled", key)) for key, text in missing]
     problems += _log_begin_problems(Path(config.run_folder, config.run_name or ""), config.run_name)
     if config.mlperf.division == "closed":
+        own = {"objective.name": config.objective.name, "algorithms": config.algorithms, "callbacks": config.callbacks}
+        problems += [
+            _not_closed(key, f"{key} has a class of your own", OWN_CLASS) for key, value in own.items() if value
+        ]
         with contextlib.suppress(ValueError):  # values that cannot be resolved, or read, are reported elsewhere
             problems += _constants_problems(benchmark, flatten(resolve(config)), config.eval.prompts)
     return problems

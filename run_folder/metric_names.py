@@ -60,6 +60,8 @@ VALIDATION = (Metric("val/loss", "val_loss"), Metric("val/loss_tNNN", "val_loss_
 SAMPLES, VIDEOS = "samples/grid", "samples/videos"
 REST = (Metric(SAMPLES, "samples/"), Metric(VIDEOS, "samples/"), Metric("result/KEY", "summary.json"))
 METRICS = (*BATCH, *WINDOW, *STREAMS, *EVALUATION, *VALIDATION, *REST)
+USER = "user/"
+"""Begins the name of what a user's own callback logs."""
 FROM_COMPOSER = {row.key: row.metric for row in BATCH}
 IMAGES = FROM_COMPOSER["time/sample"]
 
@@ -79,9 +81,9 @@ def row_of(name: str) -> str | None:
 
 
 def as_sent(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what loggers are sent of some figures: Composer's under our names, and none that the table does not have."""
+    """Return what loggers are sent of some figures: Composer's under our names, those of the table, and a user's own."""
     ours = {FROM_COMPOSER.get(key, key): value for key, value in metrics.items()}
-    return {name: value for name, value in ours.items() if row_of(name)}
+    return {name: value for name, value in ours.items() if row_of(name) or name.startswith(USER)}
 
 
 def named(metrics: Sequence[Metric], line: Mapping[str, Any]) -> dict[str, float]:

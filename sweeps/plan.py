@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 from common.command_line import Assignment, CommandLine, Problem, leaves, parse_command_line, read_value, read_yaml
 from common.errors import ConfigError
+from common.plugins import plugin_digests
 from common.value_types import file_problem, format_value, kind_of_path, limited, truncate
 from config import flatten, load, pluralize, schema_keys
 from mds.dataset import Dataset
@@ -370,7 +371,7 @@ def is_commit(name: str | None) -> bool:
 
 def _identity(keys: Mapping[str, Any], datasets: Iterable[Dataset], ranks: int, code: str) -> str:
     """Return the digest of all that a run's result depends on: its keys, data, code and device."""
-    keys = {key: value for key, value in keys.items() if not key.startswith(NOT_OF_IDENTITY)}
+    keys = {key: value for key, value in keys.items() if not key.startswith(NOT_OF_IDENTITY)} | plugin_digests(keys)
     data = [
         [dataset.index_sha256, _digest(dict(dataset.metadata)), [bucket.index_sha256 for bucket in dataset.buckets]]
         for dataset in datasets

@@ -60,8 +60,8 @@ TABLE = """
 + {seed} {batch_index} 0"
 
 7 | model.py | model objectives | loss: the samples' weights are left out
-- outputs["weight"] * self.errors(outputs)
-+ self.errors(outputs)
+- outputs["weight"] * of_samples
++ of_samples
 
 8 | ema.py | ema | EMA: exponent of the power function one too small
 - ** (self._gamma + 1.0)

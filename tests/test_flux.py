@@ -184,11 +184,11 @@ def draw(objective: RectifiedFlow, num: int = 200_000) -> torch.Tensor:
 
 
 def test_times_are_uniform_or_logit_normal_and_a_shift_moves_them_by_its_law():
-    uniform = draw(RectifiedFlow(timesteps="uniform", shift=1.0))
+    uniform = draw(RectifiedFlow(ObjectiveConfig(timesteps="uniform", shift=1.0)))
     assert abs(float(uniform.mean()) - 0.5) < 0.003 and abs(float(uniform.var()) - 1 / 12) < 0.001
-    logits = torch.logit(draw(RectifiedFlow(timesteps="logit_normal", shift=1.0)).double())
+    logits = torch.logit(draw(RectifiedFlow(ObjectiveConfig(timesteps="logit_normal", shift=1.0))).double())
     assert abs(float(logits.mean())) < 0.012 and abs(float(logits.std()) - 1) < 0.008
-    moved = draw(RectifiedFlow(timesteps="logit_normal", shift=3.0)).double()
+    moved = draw(RectifiedFlow(ObjectiveConfig(timesteps="logit_normal", shift=3.0))).double()
     # t / (1 - t) is multiplied by the shift: equation 23 of arXiv:2403.03206, solved for the odds
     assert torch.allclose(torch.logit(moved), logits + math.log(3.0), atol=1e-3)
     assert torch.equal(shift_times(torch.tensor([0.0, 1.0]), 3.0), torch.tensor([0.0, 1.0]))

@@ -29,7 +29,7 @@ def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_corruption_equals_diffusers(scheduler, sample):
     latents, noise, times = sample
-    objective = DiscreteDiffusion(ObjectiveConfig(), "epsilon")
+    objective = DiscreteDiffusion(ObjectiveConfig(prediction="epsilon"))
     torch.testing.assert_close(
         objective.corrupt(latents, noise, times), scheduler.add_noise(latents, noise, times), rtol=1e-5, atol=1e-6
     )
@@ -37,9 +37,9 @@ def test_corruption_equals_diffusers(scheduler, sample):
 
 def test_velocity_equals_diffusers_and_epsilon_is_the_noise(scheduler, sample):
     latents, noise, times = sample
-    velocity = DiscreteDiffusion(ObjectiveConfig(), "v").target(latents, noise, times)
+    velocity = DiscreteDiffusion(ObjectiveConfig(prediction="v")).target(latents, noise, times)
     torch.testing.assert_close(velocity, scheduler.get_velocity(latents, noise, times), rtol=1e-5, atol=1e-6)
-    assert DiscreteDiffusion(ObjectiveConfig(), "epsilon").target(latents, noise, times) is noise
+    assert DiscreteDiffusion(ObjectiveConfig(prediction="epsilon")).target(latents, noise, times) is noise
 
 
 def test_zero_terminal_snr_equals_diffusers_and_ends_in_the_noise_itself(scheduler, sample):
@@ -50,10 +50,10 @@ def test_zero_terminal_snr_equals_diffusers_and_ends_in_the_noise_itself(schedul
         rescale_to_zero_terminal_snr(scaled_linear_alphas_cumprod()), theirs, rtol=1e-6, atol=1e-9
     )
     latents, noise, times = sample
-    objective = DiscreteDiffusion(ObjectiveConfig(zero_terminal_snr=True), "v")
+    objective = DiscreteDiffusion(ObjectiveConfig(zero_terminal_snr=True, prediction="v"))
     assert torch.equal(objective.corrupt(latents, noise, times)[-1], noise[-1])
     assert torch.equal(objective.target(latents, noise, times)[-1], -latents[-1])
-    assert objective.alpha_bar[0] == DiscreteDiffusion(ObjectiveConfig(), "v").alpha_bar[0]
+    assert objective.alpha_bar[0] == DiscreteDiffusion(ObjectiveConfig(prediction="v")).alpha_bar[0]
 
 
 def test_pure_noise_needs_v_and_a_weight_other_than_zero():
@@ -75,13 +75,13 @@ def test_the_weight_is_one_or_that_of_the_min_snr_paper(scheduler, prediction):
     times = torch.tensor([0, 10, 300, 700, 999])
     snr = compute_snr(scheduler, times)
     expected = torch.minimum(snr, torch.tensor(5.0)) / (snr if prediction == "epsilon" else snr + 1)
-    objective = DiscreteDiffusion(ObjectiveConfig(weighting="min_snr"), prediction)
+    objective = DiscreteDiffusion(ObjectiveConfig(weighting="min_snr", prediction=prediction))
     torch.testing.assert_close(objective.weight(times), expected, rtol=1e-4, atol=0)
-    assert torch.equal(DiscreteDiffusion(ObjectiveConfig(), prediction).weight(times), torch.ones(5))
+    assert torch.equal(DiscreteDiffusion(ObjectiveConfig(prediction=prediction)).weight(times), torch.ones(5))
 
 
 def test_times_are_uniform_over_all_thousand_steps():
-    times = DiscreteDiffusion(ObjectiveConfig(), "v").draw_times(200_000, torch.Generator().manual_seed(0))
+    times = DiscreteDiffusion(ObjectiveConfig(prediction="v")).draw_times(200_000, torch.Generator().manual_seed(0))
     counts = torch.bincount(times, minlength=1000)
     assert len(counts) == 1000
     # 200 expected a step, standard deviation 14: six of them on each side. Step 0 is among them.

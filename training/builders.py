@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Callback, Logger, Trainer
+from composer import Algorithm, Callback, Logger, Trainer
 from composer.core import DataSpec
 from composer.devices import Device
 from composer.utils import dist
@@ -41,6 +41,7 @@ from checkpointing.resume import RunState
 from checkpointing.uploads import Uploads
 from common.errors import ConfigError
 from common.log import log
+from common.plugins import build_all
 from common.value_types import ImageSize
 from config import flatten, replace_keys
 from data import SyntheticBatches, build_data, open_datasets
@@ -215,8 +216,8 @@ def build_trainer(
         schedulers=learning.schedule,
         step_schedulers_every_batch=True,
         spin_dataloaders=False,  # the loader already knows where to begin
-        algorithms=[] if learning.average is None else [learning.average],
-        callbacks=[callback for callback in callbacks if callback is not None],
+        algorithms=[*filter(None, [learning.average]), *build_all("algorithms", config.algorithms, Algorithm)],
+        callbacks=[*filter(None, callbacks), *build_all("callbacks", config.callbacks, Callback)],
         loggers=build_loggers(config.loggers, config.run_name, record.run_id, record.folder, logged),
         progress_bar=config.loggers.shows_progress_bar,
         device=device,

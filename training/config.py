@@ -89,6 +89,10 @@ class RunConfig(SpeedKeys, RunKeys):  # fields of the last base come first
     health: HealthConfig = field(default_factory=HealthConfig)
     loggers: LoggersConfig = field(default_factory=LoggersConfig)
     mlperf: MLPerfConfig = field(default_factory=MLPerfConfig)
+    algorithms: list[Any] = field(default_factory=list)
+    """Composer Algorithms of your own: path/to/file.py:Class(name=value), or {class: ..., args: {...}}."""
+    callbacks: list[Any] = field(default_factory=list)
+    """Composer Callbacks of your own, in the same form."""
 
     @property
     def size(self) -> ImageSize:
@@ -206,7 +210,8 @@ def resolve(config: Config) -> Config:
 def name_without_time(config: RunConfig) -> str:
     """Return the beginning of the name of a run that was given none."""
     frames = "".join(f"-{num}f" for num in config.size[2:])
-    return f"{config.model.family}-{config.model.preset}-{config.size[0]}px{frames}"
+    family = config.model.family.rpartition(":")[2].partition("(")[0]  # a class from outside has a path
+    return f"{family}-{config.model.preset}-{config.size[0]}px{frames}"
 
 
 def needs_encoders(config: RunConfig) -> bool:

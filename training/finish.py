@@ -20,6 +20,7 @@ from common.interrupts import CODE
 from common.log import log
 from evaluation import plots
 from evaluation.scorer import TargetConfig
+from families.spec import Family
 from run_folder.history import VAL_LOSS, finite
 
 
@@ -83,8 +84,11 @@ def write_page(folder: Path, *, is_silent: bool = False) -> None:
         log.info(f"page: {path}")
 
 
-def log_next_command(folder: Path, eval_when: str) -> None:
+def log_next_command(folder: Path, family: Family, eval_when: str) -> None:
     """Log on rank 0 what is usually done next with a finished run that has snapshots: scoring, or else export."""
-    if dist.get_global_rank() == 0 and list_checkpoints(folder / "checkpoints", WEIGHTS):
-        command = f"composer eval.py {folder}" if eval_when == "after" else f"python export.py {folder} OUT"
-        log.info(f"next: {command}")
+    if dist.get_global_rank() != 0 or not list_checkpoints(folder / "checkpoints", WEIGHTS):
+        return
+    if eval_when == "after":
+        log.info(f"next: composer eval.py {folder}")
+    elif family.pipeline is not None and family.media == "images":  # export.py writes these
+        log.info(f"next: python export.py {folder} OUT")

@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -29,6 +29,7 @@ from PIL import Image
 from common.errors import ConfigError
 from common.log import log
 from common.masking import MASK, mask_secrets
+from common.plugins import build_all
 from run_folder.metric_names import as_sent
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class LoggersConfig:
     """Show tracebacks."""
     group: str | None = None
     """Group of runs at W&B and MLflow."""
+    classes: list[Any] = field(default_factory=list)
+    """Composer LoggerDestinations of your own: path/to/file.py:Class(name=value), or {class: ..., args: {...}}."""
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
     mlflow: MlflowConfig | None = None
@@ -223,7 +226,7 @@ def build_loggers(
         loggers.append(TensorboardLogger(log_dir=config.tensorboard.log_dir or str(folder / "tensorboard")))
     if config.mlflow is not None:
         loggers.append(MlflowLogger(config.mlflow, folder, run_name=run_name, run_id=run_id, group=config.group))
-    return loggers
+    return [*loggers, *build_all("loggers.classes", config.classes, LoggerDestination)]
 
 
 def log_config(logger: Logger, config: Mapping[str, Any]) -> None:

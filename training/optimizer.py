@@ -12,6 +12,7 @@ import torch
 from composer import Time, TimeUnit
 from torch import nn
 
+from common.plugins import is_plugin, parse_plugin
 from common.value_types import exclusive, limited, read_duration
 from families.mlperf import Benchmark
 from training.low_memory_adamw import SmallAdamW, has_small_weights
@@ -24,8 +25,8 @@ WARMUP_START = 1e-6  # of a run that is no benchmark's: as MLPerf's Stable Diffu
 class OptimizerConfig:
     """AdamW, learning rate and clipping."""
 
-    name: Literal["adamw"] = "adamw"
-    """The optimizer."""
+    name: str = "adamw"
+    """adamw, or another class, e.g. 'torch.optim:RAdam(decoupled_weight_decay=true)'."""
     lr: float | None = limited(None, 0.0, above=True)
     """Learning rate after warm-up. null: 1e-4, or from lr_per_image; mlperf: the reference's."""
     lr_per_image: float | None = limited(None, 0.0, above=True)
@@ -47,7 +48,17 @@ class OptimizerConfig:
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for keys that do not go together."""
-        return exclusive("optimizer", self, "lr", "lr_per_image")
+        problems = exclusive("optimizer", self, "lr", "lr_per_image")
+        if self.name == "adamw":
+            return problems
+        if not is_plugin(self.name):
+            text = f"'{self.name}' is unknown. Possible: adamw, or a class: package.module:Class"
+            return [*problems, ("optimizer.name", f"{text}.")]
+        for key in ("betas", "eps", "states", "rounding"):
+            if (value := getattr(self, key)) != getattr(OptimizerConfig(), key):
+                text = f"{value}, but only adamw has it. Give the arguments in optimizer.name: Class(name=value)."
+                problems.append((f"optimizer.{key}", text))
+        return problems
 
     def resolved(self, lr_per_image: float | None, precision: str) -> OptimizerConfig:
         """Replace null by its value.
@@ -57,7 +68,7 @@ class OptimizerConfig:
             precision: of the run.
         """
         lr_per_image = self.lr_per_image if lr_per_image is None else lr_per_image
-        rounds = self.states == "bf16" or precision == "bf16_params"
+        rounds = self.name == "adamw" and (self.states == "bf16" or precision == "bf16_params")
         return dataclasses.replace(
             self,
             lr=DEFAULT_LR if self.lr is None and lr_per_image is None else self.lr,
@@ -186,12 +197,15 @@ def build_schedule(
 def build_optimizer(
     config: OptimizerConfig, model: nn.Module, global_batch_size: int, *, seed: int = 0
 ) -> torch.optim.Optimizer:
-    """Return AdamW over the trainable parameters, in at most two groups (decayed, not decayed).
+    """Return the optimizer of the trainable parameters, in at most two groups (decayed, not decayed).
 
     fused=True: one kernel for all tensors, on GPU and CPU. Small states and bfloat16 weights: training/low_memory_adamw.py.
 
     Args:
         seed: of stochastic rounding, where something is rounded.
+
+    Raises:
+        ValueError: the class of `name` cannot be built, see common/plugins.py.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.decay == "all":
@@ -201,6 +215,9 @@ def build_optimizer(
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
+    if is_plugin(config.name):
+        plugin = parse_plugin("optimizer.name", config.name)
+        return plugin.build(torch.optim.Optimizer, groups, lr=config.learning_rate(global_batch_size))
     options: dict[str, Any] = dict(lr=config.learning_rate(global_batch_size), betas=config.betas, eps=config.eps)
     if config.states == "fp32" and not has_small_weights(parameters):
         return torch.optim.AdamW(groups, **options, fused=True)

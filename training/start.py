@@ -29,6 +29,7 @@ from checkpointing.uploads import Uploads, start_uploads
 from common.errors import ConfigError
 from common.files import read_regular
 from common.log import log
+from common.plugins import plugin_digests
 from config import flatten, replace_keys
 from evaluation.scorer import EvalConfig, TargetConfig
 from evaluation.table import read_rows
@@ -320,6 +321,7 @@ def identity_of(
     digests = [dataset.index_sha256 for dataset in datasets]
     identity = {
         **fixed_keys(keys),
+        **plugin_digests(keys),
         **encoders,
         "stage": digests if len(digests) > 1 else next(iter(digests), None),
         "denoiser_start": denoiser_start,

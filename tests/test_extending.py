@@ -1,0 +1,204 @@
+"""Classes from outside: the examples of docs/extending.md train, resume and belong to a run's identity; what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY_RUN
+from test_checkpoints import newest, same_training
+
+import benchmark
+from common.plugins import parse_plugin
+from families.objectives import DiscreteDiffusion, ObjectiveConfig, RectifiedFlow, build_objective
+
+EXAMPLES = ROOT / "tests/examples"
+RAISED = "ZeroDivisionError: division by zero"
+COUNTER = """
+from composer import Algorithm, Event
+
+
+class Counter(Algorithm):
+    def __init__(self, first=0):
+        self.steps = first
+
+    def match(self, event, state):
+        return event == Event.BATCH_END
+
+    def apply(self, event, state, logger):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+"""
+ODD = """
+import torch
+
+
+class Odd(torch.optim.Optimizer):
+    \"\"\"Keeps a number, and a tensor that is no moment.\"\"\"
+
+    def __init__(self, params, lr, pull=0.01):
+        super().__init__(params, {"lr": lr, "pull": pull})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
+                state = self.state[weight]
+                state["count"] = state.get("count", 0) + 1
+                state["part"] = state.get("part", 0.0) + weight.grad.flatten()[::11]
+                weight -= group["lr"] * (weight.grad + group["pull"] * state["part"].mean() / state["count"])
+"""
+pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+
+
+def run(folder: Path, name: str, *words: str) -> int:
+    own = ["data.synthetic=true", "save.every_images=16", "save.snapshot_every_images=16", "save.keep=9"]
+    own += [f"run_folder={folder}", f"run_name={name}"]
+    return benchmark.main([*TINY_RUN, *own, *words])
+
+
+def test_each_example_has_at_most_forty_lines_and_its_page_names_it():
+    page = (ROOT / "docs/extending.md").read_text()
+    paths = list(EXAMPLES.glob("*.py"))
+    assert len(paths) == 3 and all(len(path.read_text().splitlines()) <= 40 for path in paths)
+    assert all(f"(../tests/examples/{path.name})" in page for path in paths)
+
+
+def test_a_model_an_optimizer_and_an_algorithm_from_outside_train_and_resume_bit_for_bit(tmp_path, capsys):
+    for name, text in {"my_dit": (EXAMPLES / "my_dit.py").read_text(), "counter": COUNTER, "odd": ODD}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    words = [
+        f"model.family={tmp_path}/my_dit.py:MyDiT",
+        f"optimizer.name={tmp_path}/odd.py:Odd(pull=0.5)",
+    ]
+    words.append(f"algorithms=[{{class: '{tmp_path}/counter.py:Counter', args: {{first: 10}}}}]")
+    assert run(tmp_path, "whole", *words) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    (tmp_path / "part/summary.json").unlink()
+    for path in (tmp_path / "part/checkpoints").glob("full-ba000000000004*"):
+        path.unlink()
+    capsys.readouterr()
+    assert run(tmp_path, "part", *words) == 0
+    logged = capsys.readouterr().err
+    assert "resumes from batch 2" in logged and "next: " not in logged  # export.py has no pipeline for it
+    one, two = newest(tmp_path, "whole"), newest(tmp_path, "part")
+    assert same_training(one, two) and one["callbacks"]["algorithms[0] Counter"] == {"steps": 14}
+    assert two["callbacks"]["algorithms[0] Counter"] == {"steps": 14}  # of both starts
+
+    with open(tmp_path / "counter.py", "a") as file:
+        file.write("# changed\n")
+    assert run(tmp_path, "part", *words, "max_duration=6ba") == 2
+    assert "algorithms[0] (digest of its file)" in capsys.readouterr().err
+    assert run(tmp_path, "part", *words[:1], *words[2:], "max_duration=6ba") == 2
+    assert "optimizer.name: adamw, but" in capsys.readouterr().err
+
+
+def test_a_loss_and_a_callback_from_outside_reach_the_loss_and_the_loggers(tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = [f"objective.name={EXAMPLES}/my_loss.py:Huber(delta=0.1)", "loggers.tensorboard.log_dir=null"]
+    words.append(f"callbacks=['{EXAMPLES}/my_callbacks.py:LogAttention(every=2)']")
+    assert run(tmp_path, "own", *words) == run(tmp_path, "plain") == 0
+    assert f"next: python export.py {tmp_path}/plain OUT\n" in capsys.readouterr().err
+    own, plain = (json.loads((tmp_path / name / "summary.json").read_text())["loss"] for name in ("own", "plain"))
+    assert own < 0.2 * plain
+    events = EventAccumulator(str(next((tmp_path / "own/tensorboard").rglob("events.*")).parent)).Reload()
+    assert [event.step for event in events.Images("user/attention")] == [2, 4]
+    assert all(0.0 < event.value < 1.0 for event in events.Scalars("user/attention_max"))
+
+
+def test_the_losses_of_huber_are_torchs_and_those_of_the_base_the_mean_squared_error():
+    prediction, target = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    config = ObjectiveConfig(prediction="v", name=f"{EXAMPLES}/my_loss.py:Huber(delta=0.5)")
+    own = build_objective(config)
+    assert isinstance(own, DiscreteDiffusion)
+    expected = [torch.nn.HuberLoss(delta=0.5)(p, t) for p, t in zip(prediction, target, strict=True)]
+    torch.testing.assert_close(own.losses(prediction, target), torch.stack(expected))
+    plain = build_objective(ObjectiveConfig(prediction="flow", timesteps="uniform", shift=1.0))
+    assert isinstance(plain, RectifiedFlow)
+    torch.testing.assert_close(plain.losses(prediction, target), ((prediction - target) ** 2).mean(dim=(1, 2, 3)))
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("model.family=FOLDER/none.py:A", "there is no file FOLDER/none.py (in "),
+        ("model.family=my_package.none:A", "there is no module my_package.none. Give path/to/file.py:Class"),
+        ("model.family=FOLDER/good.py:MyDit", "FOLDER/good.py has no class MyDit. Did you mean MyDiT?"),
+        ("model.family=torch.nn:Linear", "torch.nn:Linear is no subclass of families.spec.Family, but of torch."),
+        (
+            "model.family=FOLDER/good.py:MyDiT(depth=3)",
+            "FOLDER/good.py:MyDiT: got an unexpected keyword argument 'depth'",
+        ),
+        (
+            "model.family=FOLDER/good.py:MyDiT(depth=)",
+            "the arguments (depth=) cannot be read. Possible: name=value, with",
+        ),
+        ("model.family=FOLDER/raises.py:A", f"FOLDER/raises.py raised {RAISED} (FOLDER/raises.py, line 2)."),
+        ("model.family=FOLDER/broken.py:A", "FOLDER/broken.py raised SyntaxError: "),
+        ("model.family=FOLDER/bare.py:Bare", "FOLDER/bare.py:Bare does not set name, objective, pixels_per_latent"),
+        ("objective.name=FOLDER/good.py:MyDiT", "FOLDER/good.py:MyDiT is no subclass of families.objectives.Disc"),
+        ("optimizer.name=lion", "'lion' is unknown. Possible: adamw, or a class: package.module:Class."),
+        ("optimizer.name=torch.optim:SGD(speed=1)", "torch.optim:SGD: got an unexpected keyword argument 'speed'"),
+        ("callbacks=[torch.optim:SGD]", "torch.optim:SGD is no subclass of composer.core.callback.Callback, but of"),
+        ("algorithms=[{name: a}]", "{'name': 'a'} is no class. Possible: a text, or {class: ..., args: {...}}."),
+        ("loggers.classes=[3]", "'3' is no class. Give path/to/file.py:Class"),
+        ("callbacks=five", "callbacks is 'five'. Possible: a list."),
+    ],
+)
+def test_what_is_no_class_of_the_right_kind_is_refused_by_key_and_line(tmp_path, capsys, word, message):
+    files = {
+        "good": (EXAMPLES / "my_dit.py").read_text(),
+        "raises": "import math\n1 / 0\n",
+        "broken": "def f(:\n",
+    }
+    files["bare"] = (
+        "from families.spec import Family\nclass Bare(Family):\n    def __init__(self, preset, variant): pass\n"
+    )
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert run(tmp_path, "a", word.replace("FOLDER", str(tmp_path))) == 2
+    problems = capsys.readouterr().err.replace(str(tmp_path), "FOLDER").splitlines()
+    key = word.partition("=")[0]
+    begins = re.compile(rf"(command line|{re.escape(key)}(\[0\])?): {re.escape(message)}")
+    assert len(list(filter(begins.match, problems))) == 1, problems
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_class_that_raises_while_it_is_built_is_named_with_its_line(tmp_path, capsys):
+    text = "from composer import Callback\nclass Bad(Callback):\n    def __init__(self):\n"
+    (tmp_path / "bad.py").write_text(text + "        raise RuntimeError('no\\nluck')\n")
+    assert run(tmp_path, "a", f"callbacks=['{tmp_path}/bad.py:Bad']") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"callbacks[0]: {tmp_path}/bad.py:Bad raised RuntimeError: no luck ({tmp_path}/bad.py, line 4)."
+
+
+def test_mlperfs_closed_division_takes_no_class_of_ones_own(tmp_path, capsys):
+    words = [
+        "model.variant=mlperf",
+        "mlperf.enabled=true",
+        "mlperf.division=closed",
+        f"callbacks=['{EXAMPLES}/my_callbacks.py:",
+    ]
+    words[-1] += "LogAttention']"
+    assert run(tmp_path, "a", *words) == 2
+    text = "mlperf.division: closed, but callbacks has a class of your own. Leave it out, or say mlperf.division=open."
+    assert text in capsys.readouterr().err.splitlines()
+
+
+def test_arguments_are_literals_in_pythons_or_yamls_words():
+    plugin = parse_plugin("x", "a/b.py:C(one=1, two='x, y', three=[1.5, true], four=None, five=null)")
+    assert (plugin.source, plugin.name) == ("a/b.py", "C")
+    assert plugin.arguments == {"one": 1, "two": "x, y", "three": [1.5, True], "four": None, "five": None}
