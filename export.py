@@ -5,13 +5,14 @@
     python export.py runs/NAME/checkpoints/weights-im000000512000-DIGEST.pt OUT weights=training
     python export.py runs/NAME model.safetensors             # its makers' layout, for tools that do not know diffusers
     python export.py runs/NAME adapter.safetensors lora=separate   # of a LoRA run, for diffusers' load_lora_weights
+    python export.py runs/NAME adapter.safetensors lora=comfyui    # for ComfyUI and A1111
     python export.py runs/NAME OUT push_to_hub=OWNER/NAME    # and to the Hugging Face Hub, as a private model
 
 The folder has the denoiser, the run's frozen encoders, its tokenizers, the scheduler of its evaluations, a model card
 (README.md), the run's configuration (run_config.yaml, without secrets) and export.json: what was exported, with fingerprints.
 It needs nothing of this project, and makes the images of the run's evaluations.
 
-A run with an adapter (lora.rank) needs its base again, and writes both as one model unless lora=separate.
+A run with an adapter (lora.rank) needs its base again, and writes both as one model unless lora=separate or comfyui.
 
 OUT may be an earlier export of the same run, which is replaced when the new one is whole; anything else there is refused.
 Exit code: 0, 2 when something cannot be exported (each problem on a line of stderr), 1 when it failed otherwise.
@@ -106,8 +107,8 @@ class ExportConfig:
     """last: the newest snapshot or checkpoint; im512000: the snapshot after so many images; ba1000: the full checkpoint."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Type in which the weights are stored."""
-    lora: Literal["merged", "separate"] = "merged"
-    """A run with LoRA: its adapter merged into its base; or alone, one file for diffusers' load_lora_weights."""
+    lora: Literal["merged", "separate", "comfyui"] = "merged"
+    """A run with LoRA: its adapter merged into its base; or alone in a file: separate for diffusers, comfyui."""
     push_to_hub: str | None = None
     """OWNER/NAME on the Hugging Face Hub, to which the folder is uploaded too."""
     private: bool = True
@@ -116,8 +117,8 @@ class ExportConfig:
 
     def problems(self, out: Path) -> list[Problem]:
         """Return what cannot be, whatever the run is."""
-        if self.lora == "separate" and not is_ldm(out):
-            text = f"lora: separate, but {out} is not a file name: an adapter is one file. Give FILE.safetensors."
+        if self.lora != "merged" and not is_ldm(out):
+            text = f"lora: {self.lora}, but {out} is not a file name: an adapter is one file. Give FILE.safetensors."
             return [Problem(text, ("lora",))]
         if self.push_to_hub is None:
             text = "private: false, but nothing is uploaded to the hub. Give push_to_hub=OWNER/NAME, or leave it out."
@@ -329,15 +330,16 @@ def export(address: str, out: Path, config: ExportConfig) -> dict[str, Any]:
         raise ConfigError([f"snapshot: {config.snapshot}, but {file} is one. Give the run's folder, or leave it out."])
     path = file or find_checkpoint(run, config.snapshot)
     run_config = read_run_config(run, config.model.weights, config.model.denoiser)
-    if config.lora == "separate" and not run_config.lora.is_given:
-        raise ConfigError([f"lora: separate, but {run} has no adapter (lora.rank). Leave it out."])
+    if config.lora != "merged" and not run_config.lora.is_given:
+        raise ConfigError([f"lora: {config.lora}, but {run} has no adapter (lora.rank). Leave it out."])
     run_config = dataclasses.replace(run_config, model=encoders.fetch_model_weights(run_config.model))
     model = build(run_config)
     if run_config.lora.is_given:  # in float32, whatever the run computes in
         base, seed = run_config.model.denoiser, run_config.seed
         initial_weights.add_adapter(model, base, run_config.lora, precision="fp32", seed=seed)
     progress = load_snapshot(model, path, config.weights or run_config.eval.weights, weights_key="weights")
-    adapter = lora.tensors(model) if config.lora == "separate" else None
+    tensors_of = {"merged": lambda model: None, "separate": lora.tensors, "comfyui": lora.comfyui_tensors}
+    adapter = tensors_of[config.lora](model)
     if model.adapter is not None:
         lora.merge(model)
     networks = pipeline_files.collect_networks(model.family, model.denoiser, model.encoders.modules)

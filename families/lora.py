@@ -35,12 +35,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from common.errors import ConfigError
 from common.value_types import limited, truncate
 
 if TYPE_CHECKING:
     from model import LatentDiffusion
 
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
+COMFYUI_PREFIXES = {"sd2": "lora_unet_", "sdxl": "lora_unet_", "flux": "lora_transformer_"}
+"""Family -> what a layer's name begins with in a file for ComfyUI."""
 JOINT_ATTENTION = (*ATTENTION, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
 """Of a transformer whose blocks attend to text and image together: the text has separate projections."""
 
@@ -244,4 +247,26 @@ def tensors(model: LatentDiffusion) -> dict[str, Tensor]:
         if parameter.requires_grad:
             scale = model.adapter.scale if ".lora_B." in name else 1.0
             adapter_tensors[f"{folder}.{name.replace(f'.{NAME}.', '.')}"] = parameter.detach().float() * scale
+    return adapter_tensors
+
+
+def comfyui_tensors(model: LatentDiffusion) -> dict[str, Tensor]:
+    """Return the adapter under the names that ComfyUI loads, float32; A1111 too, but for FLUX.1.
+
+    A layer is a prefix and its name in diffusers with _ in place of dots (`model_lora_keys_unet` in ComfyUI's comfy/lora.py).
+
+    Raises:
+        ConfigError: ComfyUI does not find this family's layers by these names.
+    """
+    assert model.adapter is not None
+    if (prefix := COMFYUI_PREFIXES.get(model.family.name)) is None:
+        problem = f"lora: comfyui, but ComfyUI does not find the layers of {model.family.name} by their names here"
+        raise ConfigError([f"{problem}. Possible for {', '.join(COMFYUI_PREFIXES)}. Say lora=separate."])
+    adapter_tensors = {}
+    for name, parameter in model.denoiser.named_parameters():
+        if parameter.requires_grad:
+            layer, is_up = prefix + name.partition(".lora_")[0].replace(".", "_"), ".lora_B." in name
+            adapter_tensors[f"{layer}.lora_{'up' if is_up else 'down'}.weight"] = parameter.detach().float()
+            if not is_up:  # ComfyUI scales by alpha / rank
+                adapter_tensors[f"{layer}.alpha"] = torch.tensor(model.adapter.scale * len(parameter))
     return adapter_tensors

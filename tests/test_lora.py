@@ -17,6 +17,7 @@ from conftest import TINY_RUN, with_frames
 from test_families import CAPTIONS, TRAINED, every_member, tiny
 
 import benchmark
+from common.errors import ConfigError
 from families import lora, pipeline_files
 from families.encoders import ModelConfig
 from families.lora import LoraConfig, find_adapted_layers
@@ -280,3 +281,16 @@ def test_the_estimate_counts_base_adapter_and_its_states(name, variant):
 def test_an_impossible_adapter_is_refused_with_what_is_possible(words, problem, capsys):
     assert benchmark.main([*TINY_RUN, "data.synthetic=true", *words.split()]) == 2
     assert f"\n{problem}" in f"\n{capsys.readouterr().err}"
+
+
+def test_a_file_for_comfyui_has_its_names_for_unets_and_flux_and_no_other_family():
+    names = lora.comfyui_tensors(with_adapter("flux", "dev"))
+    assert {name.partition(".")[0].startswith("lora_transformer_") for name in names} == {True}
+    assert "lora_transformer_transformer_blocks_0_attn_to_out_0.lora_up.weight" in names
+    assert "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_q.alpha" in lora.comfyui_tensors(
+        with_adapter("sd2", "stock")
+    )
+    with pytest.raises(
+        ConfigError, match=r"^lora: comfyui, but ComfyUI does not find the layers of wan by their names here\. Possible"
+    ):
+        lora.comfyui_tensors(with_adapter("wan", "t2v"))

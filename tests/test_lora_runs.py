@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, cost_made_up
+from diffusers import StableDiffusionXLPipeline
+from diffusers.utils import convert_state_dict_to_kohya
 from exported_runs import CASES
 from PIL import Image
 from safetensors.torch import load_file
@@ -132,6 +134,16 @@ def test_a_merged_export_is_base_plus_product_and_an_adapter_is_written_alone(tu
     for name, tensor in snapshot.items():  # alpha / rank is in B
         stored = adapter[name.replace("denoiser.", "unet.").replace(".default.", ".")]
         assert torch.equal(stored, tensor * (2 / RANK if ".lora_B." in name else 1))
+    assert export.main([str(folder), str(tmp_path / "kohya.safetensors"), "lora=comfyui"]) == 0
+    kohya = load_file(tmp_path / "kohya.safetensors")
+    read, alphas = StableDiffusionXLPipeline.lora_state_dict(dict(kohya))[:2]  # diffusers reads A1111's names too
+    assert kohya.keys() == convert_state_dict_to_kohya(dict(adapter)).keys()
+    assert len(read) == 2 * len(layers) == 2 * len(alphas)
+    for name in layers:
+        at = "lora_unet_" + name.replace(".", "_")
+        up, down, alpha = (kohya[f"{at}.{part}"] for part in ("lora_up.weight", "lora_down.weight", "alpha"))
+        product = adapter[f"unet.{name}.lora_B.weight"] @ adapter[f"unet.{name}.lora_A.weight"]
+        torch.testing.assert_close(alpha / RANK * up @ down, product)
     facts = json.loads((tmp_path / "merged/export.json").read_text())
     assert facts["lora"]["rank"] == RANK and facts["weights"] == "ema" and facts["denoiser_start"] == str(base)
     card = (tmp_path / "merged/README.md").read_text()
