@@ -57,7 +57,7 @@ class Plugin:
         return f"{self.source}:{self.name}"
 
     def load(self, base: type[T]) -> type[T]:
-        """Import the class. Raises ValueError: there is none, its file raises, or it is no subclass of `base`."""
+        """Import the class. Raises ValueError: there is none, its file raises, or it is not a subclass of `base`."""
         module = _import_module(self.key, self.source)
         classes = {name: value for name, value in vars(module).items() if inspect.isclass(value)}
         if self.name not in classes:
@@ -68,7 +68,7 @@ class Plugin:
         loaded = classes[self.name]
         if not issubclass(loaded, base):
             bases = ", ".join(_name_of(each) for each in loaded.__bases__)
-            raise ValueError(f"{self.key}: {self.text} is no subclass of {_name_of(base)}, but of {bases}.")
+            raise ValueError(f"{self.key}: {self.text} is not a subclass of {_name_of(base)}. Its bases: {bases}.")
         return loaded
 
     def check(self, base: type[T], *given: Any, **more: Any) -> type[T]:
@@ -100,19 +100,23 @@ def parse_plugin(key: str, value: Any) -> Plugin:
     """Read a class and its arguments from text, or from {class: ..., args: {...}}. Raises ValueError: it is neither."""
     if isinstance(value, Mapping):
         if not isinstance(value.get("class"), str) or set(value) - {"class", "args"}:
-            raise ValueError(f"{key}: {dict(value)} is no class. Possible: a text, or {{class: ..., args: {{...}}}}.")
+            raise ValueError(
+                f"{key}: {dict(value)} does not name a class. Possible: a text, or {{class: ..., args: {{...}}}}."
+            )
         plugin, arguments = parse_plugin(key, value["class"]), value.get("args") or {}
         if not isinstance(arguments, Mapping) or plugin.arguments:
-            raise ValueError(f"{key}: the arguments of {plugin.text} are not a section. Give args: {{name: value}}.")
+            raise ValueError(
+                f"{key}: the arguments of {plugin.text} are given twice, or are not a section. Give args: {{name: value}}."
+            )
         return Plugin(key, plugin.source, plugin.name, {str(name): each for name, each in arguments.items()})
     match = FORM.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise ValueError(f"{key}: '{value}' is no class. {EXAMPLE}.")
+        raise ValueError(f"{key}: '{value}' does not name a class. {EXAMPLE}.")
     return Plugin(key, match["source"], match["name"], _read_arguments(key, match["arguments"] or ""))
 
 
 def plugins_of(key: str, values: Iterable[Any]) -> list[Plugin]:
-    """Read a list of classes. Raises ValueError: one is none."""
+    """Read a list of classes. Raises ValueError: one does not name a class."""
     return [parse_plugin(f"{key}[{number}]", value) for number, value in enumerate(values)]
 
 

@@ -39,7 +39,7 @@ def load_family(name: str, preset: str, variant: str) -> Family:
         return _load_from_outside(name, preset, variant)
     if name not in FAMILIES:
         raise ValueError(
-            f"model.family: unknown family '{name}'. Known: {', '.join(sorted(FAMILIES))}, or path/to/file.py:Class."
+            f"model.family: unknown family '{name}'. Known: {', '.join(sorted(FAMILIES))}, or FILE.py:Class."
         )
     return importlib.import_module(FAMILIES[name]).build(preset, variant)
 

@@ -137,7 +137,10 @@ def test_the_losses_of_huber_are_torchs_and_those_of_the_base_the_mean_squared_e
         ("model.family=FOLDER/none.py:A", "there is no file FOLDER/none.py (in "),
         ("model.family=my_package.none:A", "there is no module my_package.none. Give path/to/file.py:Class"),
         ("model.family=FOLDER/good.py:MyDit", "FOLDER/good.py has no class MyDit. Did you mean MyDiT?"),
-        ("model.family=torch.nn:Linear", "torch.nn:Linear is no subclass of families.spec.Family, but of torch."),
+        (
+            "model.family=torch.nn:Linear",
+            "torch.nn:Linear is not a subclass of families.spec.Family. Its bases: torch.",
+        ),
         (
             "model.family=FOLDER/good.py:MyDiT(depth=3)",
             "FOLDER/good.py:MyDiT: got an unexpected keyword argument 'depth'",
@@ -149,12 +152,15 @@ def test_the_losses_of_huber_are_torchs_and_those_of_the_base_the_mean_squared_e
         ("model.family=FOLDER/raises.py:A", f"FOLDER/raises.py raised {RAISED} (FOLDER/raises.py, line 2)."),
         ("model.family=FOLDER/broken.py:A", "FOLDER/broken.py raised SyntaxError: "),
         ("model.family=FOLDER/bare.py:Bare", "FOLDER/bare.py:Bare does not set name, objective, pixels_per_latent"),
-        ("objective.name=FOLDER/good.py:MyDiT", "FOLDER/good.py:MyDiT is no subclass of families.objectives.Disc"),
+        ("objective.name=FOLDER/good.py:MyDiT", "FOLDER/good.py:MyDiT is not a subclass of families.objectives.Disc"),
         ("optimizer.name=lion", "'lion' is unknown. Possible: adamw, or a class: package.module:Class."),
         ("optimizer.name=torch.optim:SGD(speed=1)", "torch.optim:SGD: got an unexpected keyword argument 'speed'"),
-        ("callbacks=[torch.optim:SGD]", "torch.optim:SGD is no subclass of composer.core.callback.Callback, but of"),
-        ("algorithms=[{name: a}]", "{'name': 'a'} is no class. Possible: a text, or {class: ..., args: {...}}."),
-        ("loggers.classes=[3]", "'3' is no class. Give path/to/file.py:Class"),
+        ("callbacks=[torch.optim:SGD]", "torch.optim:SGD is not a subclass of composer.core.callback.Callback. Its"),
+        (
+            "algorithms=[{name: a}]",
+            "{'name': 'a'} does not name a class. Possible: a text, or {class: ..., args: {...}}.",
+        ),
+        ("loggers.classes=[3]", "'3' does not name a class. Give path/to/file.py:Class"),
         ("callbacks=five", "callbacks is 'five'. Possible: a list."),
     ],
 )

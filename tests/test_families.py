@@ -199,7 +199,11 @@ def refused(capsys, *words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("sd3", "model.family: unknown family 'sd3'. Known: flux, hunyuan_video, mochi, sd2, sdxl, shapes, wan."),
+        (
+            "sd3",
+            "model.family: unknown family 'sd3'. Known: flux, hunyuan_video, mochi, sd2, sdxl, shapes, wan, or FILE.py:"
+            "Class.",
+        ),
         ("flux model.variant=pro", "model.variant: flux has no variant 'pro'. Known: dev, schnell, mlperf."),
         ("flux image_size=[64,72]", "image_size: 64 x 72 px does not fit flux. Both sides have to be multiples of 16."),
         (

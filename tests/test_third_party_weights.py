@@ -222,7 +222,7 @@ def test_an_export_says_which_network_it_has(tmp_path, capsys):
     source = sources.find_source(str(tmp_path), ModelConfig(), with_encoders=True)
     assert sources.model_keys_of_export(source) == {"model.family": "sd2", "model.variant": "mlperf"}
     (tmp_path / "export.json").write_text('{"family": "sd3"}')
-    text = "model.family: unknown family 'sd3'. Known: flux, hunyuan_video, mochi, sd2, sdxl, shapes, wan."
+    text = "model.family: unknown family 'sd3'. Known: flux, hunyuan_video, mochi, sd2, sdxl, shapes, wan, or FILE.py:Class."
     assert eval_command.main([str(tmp_path), f"images={tmp_path}/x", "prompts=[a]"]) == 2
     assert text in capsys.readouterr().err.splitlines()
 
