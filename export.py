@@ -97,6 +97,9 @@ class EncodersConfig:
     """The denoiser that a LoRA run has its adapter on, where it has moved. null: where the run has it."""
 
 
+ADAPTER_TENSORS = {"separate": lora.tensors, "comfyui": lora.comfyui_tensors}
+
+
 @dataclass(frozen=True)
 class ExportConfig:
     """What is exported, and how."""
@@ -338,8 +341,7 @@ def export(address: str, out: Path, config: ExportConfig) -> dict[str, Any]:
         base, seed = run_config.model.denoiser, run_config.seed
         initial_weights.add_adapter(model, base, run_config.lora, precision="fp32", seed=seed)
     progress = load_snapshot(model, path, config.weights or run_config.eval.weights, weights_key="weights")
-    tensors_of = {"merged": lambda model: None, "separate": lora.tensors, "comfyui": lora.comfyui_tensors}
-    adapter = tensors_of[config.lora](model)
+    adapter = None if config.lora == "merged" else ADAPTER_TENSORS[config.lora](model)
     if model.adapter is not None:
         lora.merge(model)
     networks = pipeline_files.collect_networks(model.family, model.denoiser, model.encoders.modules)

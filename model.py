@@ -261,7 +261,15 @@ class LatentDiffusion(ComposerModel):
 
     def loss(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted mean of the samples' losses, a float32 scalar."""
-        of_samples = self.objective.losses(outputs["prediction"].float(), outputs["target"].float())
+        prediction, target = outputs["prediction"], outputs["target"]
+        if prediction.shape != target.shape:  # torch would broadcast
+            raise ValueError(
+                f"model: the network returned {tuple(prediction.shape)}, its target is {tuple(target.shape)}."
+            )
+        of_samples = self.objective.losses(prediction.float(), target.float())
+        if of_samples.shape != outputs["weight"].shape:
+            wanted = f"{tuple(outputs['weight'].shape)}, one loss a sample"
+            raise ValueError(f"objective.name: losses() returned {tuple(of_samples.shape)}. Return {wanted}.")
         losses = outputs["weight"] * of_samples  # (B,)
         if self.on_losses is not None:
             self.on_losses(losses.detach(), batch)

@@ -294,7 +294,7 @@ class RunRecord(Callback):
         parts.append(f"{line['peak_mem_gib']:.1f} GiB")
         if 0.0 < elapsed_frac < 1.0:
             left_sec = images * (1.0 / elapsed_frac - 1.0) / line["images_per_sec_wall"]
-            parts.append(f"{readable_time(left_sec)} left")
+            parts += [f"{readable_time(left_sec)} left"] if left_sec >= 1.0 else []
         return ", ".join(parts)
 
     def add_evaluation(self, line: Mapping[str, Any], logger: Logger) -> None:

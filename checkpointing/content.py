@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from checkpointing import sharded
 from checkpointing.files import SCHEMA
 from common import masking
 from common.errors import ConfigError
+from common.plugins import LISTS
 from ema import EMA
 from weights.tensors import (
     canonical_name,
@@ -91,6 +93,24 @@ def stateful_callbacks(state: State) -> dict[str, Callback | Algorithm]:
     return {c.saved_as: c for c in (*state.callbacks, *state.algorithms) if hasattr(c, "saved_as")}
 
 
+def _state_of(name: str, callback: Callback | Algorithm) -> dict[str, Any]:
+    """Return a callback's state. Raises ValueError: that of a class from outside has what a checkpoint cannot hold."""
+    state = callback.state_dict()
+    if name.startswith(LISTS) and (kind := _unstorable(state)) is not None:
+        allowed = "tensors, numbers, texts, None, and lists, tuples and dicts of them"
+        raise ValueError(f"{name}: its state_dict has a {kind.__module__}.{kind.__qualname__}. Possible: {allowed}.")
+    return state
+
+
+def _unstorable(value: Any) -> type | None:
+    """Return the first type in a value that reading a checkpoint would refuse, or None."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if type(value) in (list, tuple):
+        return next((kind for part in value if (kind := _unstorable(part)) is not None), None)
+    return None if isinstance(value, Tensor) or type(value) in (int, float, bool, str, NoneType) else type(value)
+
+
 def collect_content(
     state: State, model: nn.Module, average: EMA | None, identity: Mapping[str, Any], *, full: bool
 ) -> dict[str, Any]:
@@ -102,7 +122,7 @@ def collect_content(
         "unix_time": time.time(),
         "model": _weights(model),
         "ema": None if average is None else average.state_dict(),
-        "callbacks": {name: saved for name, c in stateful_callbacks(state).items() if (saved := c.state_dict())},
+        "callbacks": {name: saved for name, c in stateful_callbacks(state).items() if (saved := _state_of(name, c))},
     }
     if full:
         [optimizer], [schedule] = state.optimizers, state.schedulers
@@ -182,8 +202,14 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, A
     Everything is copied: on a CPU the mapped file would be used otherwise, whose disk space stays occupied. Fused kernels
     need the parameter's strides, which differ where the checkpoint comes from a run in another memory format.
     """
-    optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
+    own = {
+        key: value for key, value in saved.items() if key not in ("names", "state")
+    }  # of an optimizer from outside too
+    optimizer.load_state_dict({**own, "state": {}})
+    indices = range(sum(len(group["params"]) for group in optimizer.param_groups))
+    optimizer.state.update({key: copy.deepcopy(v) for key, v in saved["state"].items() if key not in indices})
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    is_fused = [g.get("fused") or g.get("capturable") for g in optimizer.param_groups for _ in g["params"]]
     # training/low_memory_adamw.py has it: its state is no copy of the parameter.
     begin_state = getattr(optimizer, "begin_state", None)
     for n, parameter in enumerate(parameters):
@@ -198,11 +224,13 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, A
             state = {k: torch.empty_like(like, dtype=v.dtype) for k, v in saved_state.items() if k not in rest}
         _copy_tensors({name: moment for name, moment in state.items() if name != "step"}, saved_state)
         at = torch.device("cpu") if begin_state is not None else parameter.device
-        optimizer.state[parameter] = {**state, **{name: _copy(saved_state[name], at) for name in rest}}
+        on_device = begin_state is not None or is_fused[n]  # else torch keeps the number of steps on the CPU
+        devices = {name: at if name != "step" or on_device else None for name in rest}
+        optimizer.state[parameter] = {**state, **{name: _copy(saved_state[name], devices[name]) for name in rest}}
 
 
-def _copy(value: Any, device: torch.device) -> Any:
-    return value.to(device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+def _copy(value: Any, device: torch.device | None) -> Any:
+    return value.to(device=device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def name_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: EMA | None) -> dict[str, Tensor]:

@@ -119,7 +119,7 @@ class RunState:
         for name, text in self.lost.items():
             why = "it was cut, or is a copy of before. summary.json will have history_lost"
             log.info(f"run_name: {self.folder / name} {text}: {why}.")
-        log.info(f"run_name: checkpoints: {save}; page: python -m reports.live {self.folder}")
+        log.info(f"checkpoints: {save}; page: python -m reports.live {self.folder}")
 
     def verify(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         """Compare this start's identity with that of the checkpoint that it resumes from.

@@ -86,13 +86,14 @@ class Plugin:
         loaded = self.check(base, *given, **more)
         try:
             return loaded(*given, **{**more, **self.arguments})
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"{self.key}: {self.text} raised {_describe_error(error)}.") from error
 
     @property
     def digest(self) -> str | None:
-        """SHA-256 of the class's file, its first 16 digits; None: it has none. Raises ValueError: see `load`."""
-        file = getattr(_import_module(self.key, self.source), "__file__", None)
+        """SHA-256 of the class's own file, its first 16 digits; None: it has none. Raises ValueError: see `load`."""
+        module = sys.modules.get(self.load(object).__module__)
+        file = getattr(module, "__file__", None)
         return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
 
 
@@ -189,7 +190,7 @@ def _import_module(key: str, source: str) -> ModuleType:
         raise ValueError(f"{key}: {source} raised {_describe_error(error)}.") from error
 
 
-def _describe_error(error: Exception) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return an error with the place that raised it: the last line of a file that is not this one."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"

@@ -22,6 +22,8 @@ FAMILIES = {
 """family -> module; each module has `build(preset, variant) -> Family`. Imported only when asked for."""
 NEEDED = ("name", "objective", "pixels_per_latent", "latent_scale", "num_tokens", "vocabulary_size", "text_width")
 """Attributes that a class from outside has to set."""
+METHODS = ("build_denoiser", "build_encoders", "tokenize", "encode_text")
+"""What it has to define."""
 
 
 def load_family(name: str, preset: str, variant: str) -> Family:
@@ -48,8 +50,13 @@ def _load_from_outside(name: str, preset: str, variant: str) -> Family:
     plugin = parse_plugin("model.family", name)
     family = plugin.build(Family, preset, variant)
     family.variant = getattr(family, "variant", variant)
-    if missing := [attribute for attribute in NEEDED if not hasattr(family, attribute)]:
+    missing = [attribute for attribute in NEEDED if not hasattr(family, attribute)]
+    missing += [f"{method}()" for method in METHODS if getattr(type(family), method) is getattr(Family, method)]
+    if "objective" not in missing:
+        keys = ("prediction", "caption_dropout", "timesteps", *(["shift"] if "flow" in family.predictions else []))
+        missing += [f"objective['{key}']" for key in keys if key not in family.objective]
+    if missing:
         raise ValueError(
-            f"model.family: {plugin.text} does not set {', '.join(missing)}. families/spec.py says what they are."
+            f"model.family: {plugin.text} does not define {', '.join(missing)}. families/spec.py says what they are."
         )
     return family

@@ -151,7 +151,7 @@ def test_the_losses_of_huber_are_torchs_and_those_of_the_base_the_mean_squared_e
         ),
         ("model.family=FOLDER/raises.py:A", f"FOLDER/raises.py raised {RAISED} (FOLDER/raises.py, line 2)."),
         ("model.family=FOLDER/broken.py:A", "FOLDER/broken.py raised SyntaxError: "),
-        ("model.family=FOLDER/bare.py:Bare", "FOLDER/bare.py:Bare does not set name, objective, pixels_per_latent"),
+        ("model.family=FOLDER/bare.py:Bare", "FOLDER/bare.py:Bare does not define name, objective, pixels_per_latent"),
         ("objective.name=FOLDER/good.py:MyDiT", "FOLDER/good.py:MyDiT is not a subclass of families.objectives.Disc"),
         ("optimizer.name=lion", "'lion' is unknown. Possible: adamw, or a class: package.module:Class."),
         ("optimizer.name=torch.optim:SGD(speed=1)", "torch.optim:SGD: got an unexpected keyword argument 'speed'"),
@@ -189,6 +189,19 @@ def test_a_class_that_raises_while_it_is_built_is_named_with_its_line(tmp_path, 
     assert run(tmp_path, "a", f"callbacks=['{tmp_path}/bad.py:Bad']") == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"callbacks[0]: {tmp_path}/bad.py:Bad raised RuntimeError: no luck ({tmp_path}/bad.py, line 4)."
+
+
+def test_what_would_be_wrong_without_a_word_is_refused(tmp_path, capsys):
+    assert run(tmp_path, "a", "optimizer.name=torch.optim:SGD(lr=0.5, momentum=0.9)") == 2
+    assert "optimizer.name: lr is an argument of it. Give optimizer.lr instead.\n" in capsys.readouterr().err
+    own = "from families.objectives import DiscreteDiffusion\nclass One(DiscreteDiffusion):\n"
+    own += "    def losses(self, prediction, target):\n        return (prediction - target).square().mean()\n"
+    own += "import numpy\nfrom composer import Callback\nclass Odd(Callback):\n"
+    (tmp_path / "own.py").write_text(own + "    def state_dict(self):\n        return {'a': [numpy.float64(1.0)]}\n")
+    assert run(tmp_path, "b", f"objective.name={tmp_path}/own.py:One") == 1
+    assert "objective.name: losses() returned (). Return (8,), one loss a sample." in capsys.readouterr().err
+    assert run(tmp_path, "c", f"callbacks=['{tmp_path}/own.py:Odd']") == 1
+    assert "callbacks[0] Odd: its state_dict has a numpy.float64. Possible: tensors, numbers" in capsys.readouterr().err
 
 
 def test_mlperfs_closed_division_takes_no_class_of_ones_own(tmp_path, capsys):

@@ -83,8 +83,13 @@ class LoggersConfig:
 
     @property
     def shows_progress_bar(self) -> bool:
-        """True if the progress bar is wanted and stderr is a terminal."""
-        return self.progress_bar and sys.stderr.isatty()
+        """True if the progress bar is wanted and stderr is a terminal, which has a size: in some containers it has none."""
+        if not (self.progress_bar and sys.stderr.isatty()):
+            return False
+        try:
+            return os.get_terminal_size(sys.stderr.fileno()).lines > 0
+        except OSError:
+            return True
 
     def problems(self) -> list[tuple[str, str]]:
         """(key, message) for every invalid section."""

@@ -54,6 +54,13 @@ class OptimizerConfig:
         if not is_plugin(self.name):
             text = f"'{self.name}' is unknown. Possible: adamw, or a class: package.module:Class"
             return [*problems, ("optimizer.name", f"{text}.")]
+        try:
+            own = parse_plugin("optimizer.name", self.name).arguments.keys() & {"lr", "weight_decay"}
+        except ValueError as error:
+            return [*problems, ("optimizer.name", str(error).removeprefix("optimizer.name: "))]
+        problems += [
+            ("optimizer.name", f"{key} is an argument of it. Give optimizer.{key} instead.") for key in sorted(own)
+        ]
         for key in ("betas", "eps", "states", "rounding"):
             if (value := getattr(self, key)) != getattr(OptimizerConfig(), key):
                 text = f"{value}, but only adamw has it. Give the arguments in optimizer.name: Class(name=value)."
