@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from composer import Callback, Logger, State
 from composer.models import ComposerModel
 from composer.utils import dist
@@ -36,7 +35,7 @@ from torch import Tensor, nn
 from common.value_types import ImageSize
 from families import load_family
 from families.encoders import FrozenEncoders, ModelConfig, build_encoders
-from families.objectives import Objective, ObjectiveConfig
+from families.objectives import Objective, ObjectiveConfig, mean_squared_errors
 from families.sampling import sample
 from families.spec import Family
 from weights.tensors import build_on_meta
@@ -256,8 +255,7 @@ class LatentDiffusion(ComposerModel):
 
     def errors(self, outputs: Mapping[str, Tensor]) -> Tensor:
         """Return each sample's mean squared error without its weight, (B,) float32."""
-        error = F.mse_loss(outputs["prediction"].float(), outputs["target"].float(), reduction="none")
-        return error.flatten(1).mean(dim=1)
+        return mean_squared_errors(outputs["prediction"].float(), outputs["target"].float())
 
     def loss(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted mean of the samples' losses, a float32 scalar."""

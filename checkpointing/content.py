@@ -202,35 +202,41 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, A
     Everything is copied: on a CPU the mapped file would be used otherwise, whose disk space stays occupied. Fused kernels
     need the parameter's strides, which differ where the checkpoint comes from a run in another memory format.
     """
-    own = {
-        key: value for key, value in saved.items() if key not in ("names", "state")
-    }  # of an optimizer from outside too
-    optimizer.load_state_dict({**own, "state": {}})
-    indices = range(sum(len(group["params"]) for group in optimizer.param_groups))
-    optimizer.state.update({key: copy.deepcopy(v) for key, v in saved["state"].items() if key not in indices})
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    is_fused = [g.get("fused") or g.get("capturable") for g in optimizer.param_groups for _ in g["params"]]
+    whole = {key: value for key, value in saved.items() if key not in ("names", "state")}
+    optimizer.load_state_dict({**whole, "state": {}})
+    parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    others = {key: value for key, value in saved["state"].items() if key not in range(len(parameters))}
+    optimizer.state.update(copy.deepcopy(others))
     # training/low_memory_adamw.py has it: its state is no copy of the parameter.
     begin_state = getattr(optimizer, "begin_state", None)
-    for n, parameter in enumerate(parameters):
+    for n, (parameter, group) in enumerate(parameters):
         if (saved_state := saved["state"].get(n)) is None:  # it never had a gradient
             continue
-        # An optimizer from outside may have a state that is no moment: a number, or a tensor of another shape.
-        is_moment = {k: isinstance(v, Tensor) and v.shape == parameter.shape for k, v in saved_state.items()}
         if begin_state is not None:
-            state, rest = begin_state(parameter), ["step"]
+            state = begin_state(parameter)
+            moments = {name: moment for name, moment in state.items() if name != "step"}
         else:
-            like, rest = parameter.detach(), [name for name in saved_state if name == "step" or not is_moment[name]]
-            state = {k: torch.empty_like(like, dtype=v.dtype) for k, v in saved_state.items() if k not in rest}
-        _copy_tensors({name: moment for name, moment in state.items() if name != "step"}, saved_state)
-        at = torch.device("cpu") if begin_state is not None else parameter.device
-        on_device = begin_state is not None or is_fused[n]  # else torch keeps the number of steps on the CPU
-        devices = {name: at if name != "step" or on_device else None for name in rest}
-        optimizer.state[parameter] = {**state, **{name: _copy(saved_state[name], devices[name]) for name in rest}}
+            like = parameter.detach()
+            moments = {
+                k: torch.empty_like(like, dtype=v.dtype) for k, v in saved_state.items() if _is_moment(k, v, like)
+            }
+            state = dict(moments)
+        _copy_tensors(moments, saved_state)
+        # As torch has it: the number of steps is on the CPU, unless a kernel reads it.
+        on_cpu = begin_state is not None or not (group.get("fused") or group.get("capturable"))
+        for name in (name for name in saved_state if name not in moments):
+            device = torch.device("cpu") if name == "step" and on_cpu else parameter.device
+            state[name] = _copy(saved_state[name], device)
+        optimizer.state[parameter] = state
 
 
-def _copy(value: Any, device: torch.device | None) -> Any:
-    return value.to(device=device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+def _is_moment(name: str, value: Any, parameter: Tensor) -> bool:
+    """False for the number of steps, and what an optimizer from outside may keep: a number, a tensor of another shape."""
+    return name != "step" and isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _copy(value: Any, device: torch.device) -> Any:
+    return value.to(device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def name_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, average: EMA | None) -> dict[str, Tensor]:

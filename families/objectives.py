@@ -139,7 +139,12 @@ class Objective:
 
     def losses(self, prediction: Tensor, target: Tensor) -> Tensor:
         """# (B, C, h, w) float32, twice -> (B,): each sample's loss without its weight; here the mean squared error."""
-        return F.mse_loss(prediction, target, reduction="none").flatten(1).mean(dim=1)
+        return mean_squared_errors(prediction, target)
+
+
+def mean_squared_errors(prediction: Tensor, target: Tensor) -> Tensor:
+    """# (B, ...) twice -> (B,)."""
+    return F.mse_loss(prediction, target, reduction="none").flatten(1).mean(dim=1)
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:

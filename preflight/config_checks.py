@@ -51,7 +51,15 @@ Pairs = Iterable[tuple[str, str]]
 """(key, message)."""
 
 # The memory estimate depends on these keys; it is left out if one of them is invalid.
-OF_NETWORK = ("image_size", "model.family", "model.preset", "model.variant", "objective.prediction", "lora.rank")
+OF_NETWORK = (
+    "image_size",
+    "model.family",
+    "model.preset",
+    "model.variant",
+    "objective.name",
+    "objective.prediction",
+    "lora.rank",
+)
 OF_STEP = ("precision", "global_batch_size", "device_train_microbatch_size", "compile", "gradient_checkpointing")
 LORA_KEYS = ("lora.rank", "lora.alpha", "lora.targets", "model.family", "model.preset", "model.variant")
 MEMORY_KEYS = (*OF_NETWORK, *OF_STEP, "lora.targets", "ema.enabled", "optimizer.states")

@@ -43,7 +43,7 @@ import torch
 
 
 class Odd(torch.optim.Optimizer):
-    \"\"\"Keeps a number, and a tensor that is no moment.\"\"\"
+    \"\"\"Keeps a number, and a tensor that is not a moment.\"\"\"
 
     def __init__(self, params, lr, pull=0.01):
         super().__init__(params, {"lr": lr, "pull": pull})
@@ -200,6 +200,9 @@ def test_what_would_be_wrong_without_a_word_is_refused(tmp_path, capsys):
     (tmp_path / "own.py").write_text(own + "    def state_dict(self):\n        return {'a': [numpy.float64(1.0)]}\n")
     assert run(tmp_path, "b", f"objective.name={tmp_path}/own.py:One") == 1
     assert "objective.name: losses() returned (). Return (8,), one loss a sample." in capsys.readouterr().err
+    words = [f"model.family={EXAMPLES}/my_dit.py:MyDiT", f"objective.name={tmp_path}/own.py:One"]  # a flow
+    assert run(tmp_path, "d", *words) == 2
+    assert f"own.py:One is not a subclass of {RectifiedFlow.__module__}.RectifiedFlow. Its" in capsys.readouterr().err
     assert run(tmp_path, "c", f"callbacks=['{tmp_path}/own.py:Odd']") == 1
     assert "callbacks[0] Odd: its state_dict has a numpy.float64. Possible: tensors, numbers" in capsys.readouterr().err
 
