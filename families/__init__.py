@@ -13,7 +13,12 @@ from families.spec import Family
 FAMILIES = {
     "sd2": "families.sd2",
     "sdxl": "families.sdxl",
+    "sd3": "families.sd3",
     "flux": "families.flux",
+    "prx": "families.prx",
+    "sana": "families.sana",
+    "qwen_image": "families.qwen_image",
+    "flux2": "families.flux2",
     "mochi": "families.mochi",
     "hunyuan_video": "families.hunyuan_video",
     "wan": "families.wan",

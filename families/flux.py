@@ -53,15 +53,13 @@ LATENT_CHANNELS = 16
 GUIDANCE_IN_TRAINING = 1.0
 
 # Of dev's scheduler_config.json: the logarithm of the shift grows with the number of image tokens.
-LEAST_TOKENS, LEAST_LOG_SHIFT = 256, 0.5
-MOST_TOKENS, MOST_LOG_SHIFT = 4096, 1.15
 SCHEDULER_OF_DEV: dict[str, Any] = dict(
     use_dynamic_shifting=True,
     shift=3.0,
-    base_image_seq_len=LEAST_TOKENS,
-    base_shift=LEAST_LOG_SHIFT,
-    max_image_seq_len=MOST_TOKENS,
-    max_shift=MOST_LOG_SHIFT,
+    base_image_seq_len=256,
+    base_shift=0.5,
+    max_image_seq_len=4096,
+    max_shift=1.15,
 )
 
 
@@ -154,12 +152,10 @@ class Flux(Family):
         pooled = Column((self.architecture.transformer["pooled_projection_dim"],), torch.float16)
         return super().stored_columns() | {"pooled": pooled}
 
-    def sampling_shift(self, latent: tuple[int, ...]) -> float:
+    def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
         if self.variant != "dev":
             return 1.0  # scheduler_config.json of schnell
-        tokens = latent[-2] * latent[-1] // 4
-        slope = (MOST_LOG_SHIFT - LEAST_LOG_SHIFT) / (MOST_TOKENS - LEAST_TOKENS)
-        return math.exp(LEAST_LOG_SHIFT + slope * (tokens - LEAST_TOKENS))
+        return packing.dynamic_shift(latent, SCHEDULER_OF_DEV)
 
     def build_denoiser(self) -> nn.Module:
         from diffusers.models import FluxTransformer2DModel

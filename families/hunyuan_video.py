@@ -128,7 +128,7 @@ class HunyuanVideo(VideoFamily):
         pooled = Column((self.sizes["clip"]["hidden_size"],), torch.float16)
         return super().stored_columns() | {"mask": self.stored_mask(), "pooled": pooled}
 
-    def sampling_shift(self, latent: tuple[int, ...]) -> float:
+    def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
         return 7.0  # scheduler/scheduler_config.json
 
     def build_denoiser(self) -> nn.Module:

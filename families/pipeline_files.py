@@ -101,6 +101,7 @@ def save_pipeline(
         tensors = {name: cast_for_storage(f"{label}.{name}", t, dtype) for name, t in module.state_dict().items()}
         write_safetensors(folder / network.folder / f"{network.stems[0]}.safetensors", tensors)
     index |= {name: ["transformers", kind] for name, kind in family.save_tokenizers(folder).items()}
+    index |= pipeline.settings  # again: one may name another library for a part's class
     scheduler.save_config(folder / "scheduler")
     write_json(folder / "model_index.json", dict(sorted(index.items())))
     return next((file.relative_to(folder).as_posix() for file in folder.rglob("*.py")), None)
@@ -134,7 +135,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str
 
 def cast_for_storage(name: str, tensor: Tensor, dtype: str) -> Tensor:
     """Return a tensor as it is stored. Raises ValueError: a value is too large for the type."""
-    stored = tensor.detach().to("cpu", DTYPES[dtype]).contiguous()
+    is_float = tensor.is_floating_point()
+    stored = tensor.detach().to("cpu", DTYPES[dtype] if is_float else tensor.dtype).contiguous()
     if dtype == "fp16" and not torch.isfinite(stored).all() and torch.isfinite(tensor).all():
         raise ValueError(f"dtype: fp16, but {name} has values beyond 65,504. Say dtype=bf16, or fp32.")
     return stored
@@ -144,8 +146,9 @@ def _save_network(folder: Path, module: Any) -> list[str]:
     """Write a network's settings, and its code if diffusers does not have it; return its class for model_index.json."""
     library, name = _find_class(module)
     if library == "transformers":
-        module.config.architectures = [name]
-        write_json(folder / "config.json", json.loads(module.config.to_json_string(use_diff=True)))
+        config = getattr(module, "published_config", module.config)
+        config.architectures = [name]
+        write_json(folder / "config.json", json.loads(config.to_json_string(use_diff=True)))
         return [library, name]
     module.save_config(folder)
     if library == "diffusers":
@@ -205,7 +208,7 @@ def save_clip_tokenizer(folder: Path, pad_token: str) -> str:
     merges = ["#version: 0.2", *(" ".join(pair) for pair in tokenizer.bpe_ranks), ""]
     (folder / "merges.txt").write_text("\n".join(merges))
     ends = dict(bos_token=CLIP_START_TEXT, eos_token=CLIP_END_TEXT, unk_token=CLIP_END_TEXT, pad_token=pad_token)
-    _save_tokenizer_config(folder, tokenizer_class="CLIPTokenizer", model_max_length=CLIP_NUM_TOKENS, **ends)
+    save_tokenizer_config(folder, tokenizer_class="CLIPTokenizer", model_max_length=CLIP_NUM_TOKENS, **ends)
     return "CLIPTokenizer"
 
 
@@ -230,7 +233,7 @@ def save_word_tokenizer(
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{start} $A {end}", special_tokens=ends)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    _save_tokenizer_config(folder, tokenizer_class="PreTrainedTokenizerFast", model_max_length=num_tokens, **names)
+    save_tokenizer_config(folder, tokenizer_class="PreTrainedTokenizerFast", model_max_length=num_tokens, **names)
     return "PreTrainedTokenizerFast"
 
 
@@ -242,7 +245,7 @@ def save_t5_tokenizer(folder: Path, published: Any, num_tokens: int) -> str:
     """
     from tokenizers import Tokenizer, processors
 
-    copy = Tokenizer.from_str(published.to_str()) if published is not None else _build_byte_tokenizer()
+    copy = Tokenizer.from_str(published.to_str()) if published is not None else build_byte_tokenizer({"<pad>": T5_PAD, "</s>": T5_END}, T5_FIRST_BYTE)
     pad, end = copy.id_to_token(T5_PAD), copy.id_to_token(T5_END)
     copy.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, T5_END)])
     folder.mkdir()
@@ -250,24 +253,26 @@ def save_t5_tokenizer(folder: Path, published: Any, num_tokens: int) -> str:
     # T5's own table reads "</s>" in a caption as the end token; without such a table it is text.
     is_text = not copy.get_added_tokens_decoder()
     class_name, names = "PreTrainedTokenizerFast", dict(pad_token=pad, eos_token=end)
-    _save_tokenizer_config(
+    save_tokenizer_config(
         folder, tokenizer_class=class_name, model_max_length=num_tokens, split_special_tokens=is_text, **names
     )
     return class_name
 
 
-def _build_byte_tokenizer() -> Any:
+def build_byte_tokenizer(marks: Mapping[str, int], first_byte: int) -> Any:
+    """Build a `tokenizers.Tokenizer` with a token for each byte, from `first_byte` on, and these marks."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     characters = load_open_clip_tokenizer().bytes_to_unicode()  # byte -> the character that stands for it, as in GPT-2
-    table = {"<pad>": T5_PAD, "</s>": T5_END, **{name: T5_FIRST_BYTE + byte for byte, name in characters.items()}}
+    table = {**marks, **{name: first_byte + byte for byte, name in characters.items()}}
     tokenizer = Tokenizer(models.BPE(table, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _save_tokenizer_config(folder: Path, **settings: Any) -> None:
+def save_tokenizer_config(folder: Path, **settings: Any) -> None:
+    """Write a tokenizer_config.json."""
     settings = {"split_special_tokens": True, **settings}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 

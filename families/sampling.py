@@ -59,7 +59,7 @@ PUBLISHED_SETTINGS = dict(clip_sample=False, set_alpha_to_one=False)
 ZERO_TERMINAL_SNR_SETTINGS = dict(rescale_betas_zero_snr=True, timestep_spacing="trailing")
 """In place of a sampler's own spacing: sampling begins at the last step, pure noise (arXiv:2305.08891, section 3.3)."""
 
-Spacing = Literal["linear", "linear_quadratic"]
+Spacing = Literal["linear", "linear_quadratic", "inclusive"]
 SLOW_HALF_NOISE = 0.025
 """What half of the steps take away with linear_quadratic (genmo's mochi: src/genmo/mochi_preview/pipelines.py)."""
 SamplerName = Literal["ddim", "plms", "dpm++", "euler"]
@@ -122,6 +122,7 @@ def build_scheduler(
     zero_terminal_snr: bool = False,
     shift: float = 1.0,
     spacing: Spacing = "linear",
+    last_time: float | None = None,
 ) -> Scheduler:
     """Build diffusers' scheduler for one pass; it keeps state between steps.
 
@@ -133,6 +134,7 @@ def build_scheduler(
         zero_terminal_snr: of the objective that the network was trained on.
         shift: of a flow's times, see `families.objectives.shift_times`.
         spacing: of a flow's times before the shift, see `flow_times`.
+        last_time: to which a flow's shifted times are stretched; None: they are not.
 
     Raises:
         ValueError: an unknown sampler or prediction, or one that does not sample a flow; the message lists the known ones.
@@ -145,7 +147,8 @@ def build_scheduler(
     import diffusers
 
     if prediction == FLOW:
-        return _FlowScheduler(getattr(diffusers, FLOW_SCHEDULERS[sampler])(shift=shift), spacing)
+        scheduler = getattr(diffusers, FLOW_SCHEDULERS[sampler])(shift=shift, shift_terminal=last_time)
+        return _FlowScheduler(scheduler, spacing)
     name, settings = SCHEDULERS[sampler]
     if zero_terminal_snr:
         settings = settings | ZERO_TERMINAL_SNR_SETTINGS
@@ -155,7 +158,8 @@ def build_scheduler(
 class _FlowScheduler:
     """A flow's scheduler, whose times are t in [0, 1] as in training; diffusers counts thousandths.
 
-    Its own times for a number of steps end at a thousandth. FLUX's pipeline gives it others, as here: see `flow_times`.
+    Its own times for a number of steps, `inclusive`, go from 1 to the shifted thousandth, both included, and are shifted
+    again; Stability AI's sd3-ref does the same. FLUX's pipeline gives it other times: see `flow_times`.
     """
 
     init_noise_sigma: float | Tensor = 1.0
@@ -165,7 +169,10 @@ class _FlowScheduler:
         self.timesteps = torch.empty(0)
 
     def set_timesteps(self, num_inference_steps: int) -> None:
-        self.scheduler.set_timesteps(sigmas=flow_times(num_inference_steps, self.spacing))
+        if self.spacing == "inclusive":
+            self.scheduler.set_timesteps(num_inference_steps)
+        else:
+            self.scheduler.set_timesteps(sigmas=flow_times(num_inference_steps, self.spacing))
         self.scheduler.set_begin_index(0)  # it counts its steps, and looks for none of them by its time
         self.timesteps = self.scheduler.sigmas[:-1]
 
@@ -190,6 +197,11 @@ def flow_times(steps: int, spacing: Spacing = "linear") -> list[float]:
     return [1.0 - rate * step - bend * max(0, step - slow) ** 2 for step in range(steps)]
 
 
+def classifier_free_guidance(unconditional: Tensor, conditional: Tensor, guidance: float) -> Tensor:
+    """Return the guided prediction (Ho & Salimans 2022, arXiv:2207.12598, equation 6, as Stable Diffusion scales it)."""
+    return unconditional + guidance * (conditional - unconditional)
+
+
 def sample(
     predict: Callable[[Tensor, Tensor], Tensor],
     noise: Tensor,
@@ -201,13 +213,14 @@ def sample(
     zero_terminal_snr: bool = False,
     shift: float = 1.0,
     spacing: Spacing = "linear",
+    last_time: float | None = None,
+    guide: Callable[[Tensor, Tensor, float], Tensor] = classifier_free_guidance,
     progress: Callable[[int, int], None] | None = None,
     build: Callable[..., Scheduler] = build_scheduler,
 ) -> Tensor:  # (N, C, h, w) -> (N, C, h, w)
     """Sample latents from noise, in float32 whatever precision the network uses.
 
-    Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598, equation 6, as Stable Diffusion scales it):
-    unconditional + guidance * (conditional - unconditional), both from one call of the network.
+    Both predictions of classifier-free guidance come from one call of the network.
 
     Args:
         predict: (x, times) -> prediction of x's shape. With guidance other than 1 it gets 2N rows, the unconditional
@@ -219,7 +232,8 @@ def sample(
         steps: calls of the network (plms: one more).
         guidance: guidance scale; 1 is none.
         zero_terminal_snr: of the objective that the network was trained on.
-        shift, spacing: of a flow's times, see `families.objectives.shift_times` and `flow_times`.
+        shift, spacing, last_time: of a flow's times, see `build_scheduler`.
+        guide: (unconditional, conditional, guidance) -> the guided prediction.
         progress: called after every step with the steps done and their total.
         build: takes `build_scheduler`'s arguments, returns a new scheduler.
 
@@ -232,7 +246,8 @@ def sample(
     objective: dict[str, Any] = dict(prediction=prediction, zero_terminal_snr=zero_terminal_snr)
     if problems := sampling_problems(sampler, steps, guidance, **objective):
         raise ValueError("\n".join(f"{key}: {text}" for key, text in problems))
-    scheduler = build(sampler, **objective, **({"shift": shift, "spacing": spacing} if prediction == FLOW else {}))
+    times_of_flow = {"shift": shift, "spacing": spacing, "last_time": last_time} if prediction == FLOW else {}
+    scheduler = build(sampler, **objective, **times_of_flow)
     scheduler.set_timesteps(steps)  # its constants stay on the CPU: reading one does not wait for the device
     x = noise.float() * scheduler.init_noise_sigma
     times = scheduler.timesteps
@@ -245,7 +260,7 @@ def sample(
         assert predicted.shape == rows.shape, f"predict made {tuple(predicted.shape)} of {tuple(rows.shape)}"
         if copies == 2:
             unconditional, conditional = predicted.chunk(2)
-            predicted = unconditional + guidance * (conditional - unconditional)
+            predicted = guide(unconditional, conditional, guidance)
         x = scheduler.step(predicted, time, x, return_dict=False)[0]
         if progress is not None:
             progress(index + 1, len(times))

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from common.value_types import ImageSize, format_value
 from families.lora import ATTENTION
 from families.objectives import Objective, ObjectiveConfig, build_objective
-from families.sampling import PUBLISHED_SETTINGS, Spacing, build_scheduler
+from families.sampling import PUBLISHED_SETTINGS, Spacing, build_scheduler, classifier_free_guidance
 
 if TYPE_CHECKING:
     from weights.ldm_names import NetworkNames
@@ -111,10 +111,15 @@ class Family:
     side_multiple: int | None = None
     """Sides of images are multiples of this, px; None: of pixels_per_latent."""
     latent_channels = 4
+    has_posterior = True
+    """The autoencoder gives mean and logvar of a normal distribution. False: the latent alone, C channels (Sana's DC-AE)."""
     latent_scale: float
     """1 / standard deviation of the latents."""
     latent_shift = 0.0
     """Their mean, which is subtracted first."""
+    latent_means: tuple[float, ...] = ()
+    latent_stds: tuple[float, ...] = ()
+    """Mean and standard deviation of each latent channel, instead of latent_scale and latent_shift; (): these two."""
     num_tokens: int
     """Length of the tokenizer's output: L."""
     vocabulary_size: int
@@ -137,6 +142,8 @@ class Family:
     """Default layers with an adapter, see families.lora."""
     sampling_spacing: Spacing = "linear"
     """How the steps of sampling are spread, see families.sampling."""
+    sampling_last_time: float | None = None
+    """The last time at which a flow's network is called, to which the others are stretched; None: as the shift leaves it."""
     shipped_weights: Path | None = None
     """The diffusers folder in this repository with the encoders' weights, the default of `model.weights`; None: none."""
     pipeline: Pipeline | None = Pipeline(
@@ -196,7 +203,7 @@ class Family:
         """
         channels, *sides = self.latent_shape(size)
         below = 256 if self.image_dtype == torch.uint8 else None
-        moments = Column((2 * channels, *sides), torch.float16)
+        moments = Column((2 * channels if self.has_posterior else channels, *sides), torch.float16)
         stage_columns = {
             self.media: {self.media: Column(self.media_shape(size), self.image_dtype, below=below)},
             "moments": {"moments": moments, **self.image_columns(size)},
@@ -268,23 +275,34 @@ class Family:
         return {}
 
     def encode_images(self, encoders: Mapping[str, nn.Module], images: Tensor) -> Tensor:
-        """# (B, 3, H, W) normalized, on the encoder's device -> (B, 2C, h, w) mean | logvar, unscaled."""
+        """# (B, 3, H, W) normalized, on the encoder's device -> (B, 2C, h, w) mean | logvar, or (B, C, h, w); unscaled."""
         vae: Any = encoders["vae"]
-        return vae.encode(images.to(vae.dtype)).latent_dist.parameters
+        encoded = vae.encode(images.to(vae.dtype))
+        return encoded.latent_dist.parameters if self.has_posterior else encoded.latent
 
     def encode_image_columns(self, encoders: Mapping[str, nn.Module], images: Tensor) -> dict[str, Tensor]:
         """# (B, 3, H, W) or (B, 3, F, H, W) normalized -> what the network receives of them besides the noisy latent."""
         return {}
 
     def sample_latents(self, moments: Tensor, noise: Tensor) -> Tensor:
-        """# (B, 2C, h, w), (B, C, h, w) -> (B, C, h, w): a draw from the posterior, scaled once."""
-        mean, logvar = moments.chunk(2, dim=1)
-        latents = mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise  # the clamp of the VAE's own posterior
-        return (latents - self.latent_shift if self.latent_shift else latents) * self.latent_scale
+        """# what `encode_images` returns, (B, C, h, w) -> (B, C, h, w): a draw from the posterior, scaled once."""
+        latents = moments
+        if self.has_posterior:
+            mean, logvar = moments.chunk(2, dim=1)
+            latents = mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise  # the clamp of the VAE's own posterior
+        return self.normalize_latents((latents - self.latent_shift if self.latent_shift else latents) * self.latent_scale)
+
+    def normalize_latents(self, latents: Tensor) -> Tensor:
+        """# (B, C, ...) as the autoencoder has them, or scaled -> with mean 0 and deviation 1 in each channel."""
+        if not self.latent_means:
+            return latents
+        return (latents - _per_channel(self.latent_means, latents)) / _per_channel(self.latent_stds, latents)
 
     def decode_latents(self, encoders: Mapping[str, nn.Module], latents: Tensor) -> Tensor:
         """# (B, C, h, w) scaled, of any size the family allows -> (B, 3, H, W) in the decoder's dtype, about [-1, 1]."""
         vae: Any = encoders["vae"]
+        if self.latent_means:
+            latents = latents * _per_channel(self.latent_stds, latents) + _per_channel(self.latent_means, latents)
         latents = latents / self.latent_scale
         latents = latents + self.latent_shift if self.latent_shift else latents
         return vae.decode(latents.to(vae.dtype), return_dict=False)[0]
@@ -295,9 +313,13 @@ class Family:
 
     # --- sampling, here and in diffusers' pipeline ---
 
-    def sampling_shift(self, latent: tuple[int, ...]) -> float:
+    def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
         """Return the shift of a flow's times for latents of this shape, see families.objectives.shift_times; 1: none."""
         return 1.0
+
+    def guide(self, unconditional: Tensor, conditional: Tensor, guidance: float) -> Tensor:
+        """# (B, C, h, w) each -> (B, C, h, w): the prediction with guidance."""
+        return classifier_free_guidance(unconditional, conditional, guidance)
 
     def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool) -> Any:
         """Return diffusers' scheduler with which its pipeline samples as `sample` of families.sampling does."""
@@ -312,6 +334,10 @@ class Family:
     def pipeline_latents(self, noise: Tensor) -> Tensor:
         """# (B, C, h, w) -> the pipeline's argument `latents`."""
         return noise
+
+
+def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:  # (C,) -> (C, 1, ...)
+    return torch.tensor(values, device=like.device, dtype=like.dtype).reshape(-1, *[1] * (like.dim() - 2))
 
 
 def select_preset(family: str, variant: str, preset: str, sizes: Mapping[str, Mapping[str, T]]) -> T:

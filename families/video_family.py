@@ -25,7 +25,6 @@ class VideoFamily(Family):
     Attributes:
         num_frames: the default F.
         frames_per_latent: q.
-        latent_means, latent_stds: of each latent channel, instead of latent_scale and latent_shift; empty: these two.
     """
 
     predictions = ("flow",)
@@ -33,8 +32,6 @@ class VideoFamily(Family):
     num_frames: int
     frames_per_latent: int
     latent_scale = 1.0
-    latent_means: tuple[float, ...] = ()
-    latent_stds: tuple[float, ...] = ()
     pixels_per_latent, side_multiple = 8, 16
     pipeline = None
 
@@ -58,26 +55,6 @@ class VideoFamily(Family):
         channels, height, width = super().latent_shape(size[:2])
         return (channels, 1 + (size[2] - 1) // self.frames_per_latent, height, width)
 
-    def sample_latents(self, moments: Tensor, noise: Tensor) -> Tensor:
-        return self.normalize_latents(super().sample_latents(moments, noise))
-
-    def normalize_latents(self, latents: Tensor) -> Tensor:
-        """# (B, C, f, h, w) as the autoencoder has them, or scaled -> with mean 0 and deviation 1 in each channel."""
-        if not self.latent_means:
-            return latents
-        return (latents - self._per_channel(self.latent_means, latents)) / self._per_channel(self.latent_stds, latents)
-
-    def decode_latents(self, encoders: Mapping[str, nn.Module], latents: Tensor) -> Tensor:
-        # (B, C, f, h, w) -> (B, 3, 1 + q (f - 1), p h, p w)
-        if self.latent_means:
-            means, stds = (self._per_channel(values, latents) for values in (self.latent_means, self.latent_stds))
-            latents = latents * stds + means
-        return super().decode_latents(encoders, latents)
-
     def stored_mask(self) -> Column:
         """Return the column of `text`'s mask, 1 where a caption has a token."""
         return Column((self.num_tokens,), torch.float16)
-
-    @staticmethod
-    def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
-        return torch.tensor(values, device=like.device, dtype=like.dtype)[:, None, None, None]

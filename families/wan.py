@@ -138,7 +138,7 @@ class Wan(VideoFamily):
             "image_states": Column((num_states, clip["hidden_size"]), torch.float16),
         }
 
-    def sampling_shift(self, latent: tuple[int, ...]) -> float:
+    def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
         """Return 5; for image to video of 480 lines, 832 x 480 px or less, 3: _validate_args in generate.py of Wan 2.1."""
         return 3.0 if self.has_first_frame and latent[-2] * latent[-1] <= MAX_LATENTS_480P else 5.0
 

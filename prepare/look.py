@@ -166,10 +166,11 @@ def read_and_measure(family: Family, shard: Shard, number: int) -> ShownSample:
         if "moments" in row:
             sample.value, moments = row["moments"], torch.from_numpy(row["moments"].astype(np.float32))[None]
             check_finite("moments", sample.value)
-            mean, logvar = moments.chunk(2, dim=1)
+            mean, *logvar = moments.chunk(2 if family.has_posterior else 1, dim=1)
             noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
-            deviation, drawn = (0.5 * logvar.clamp(-30.0, 20.0)).exp(), family.sample_latents(moments, noise)
-            for name, values in (("mean", mean), ("deviation", deviation), ("draws, scaled", drawn)):
+            deviations = {"deviation": (0.5 * value.clamp(-30.0, 20.0)).exp() for value in logvar}
+            statistics = {"mean": mean, **deviations, "draws, scaled": family.sample_latents(moments, noise)}
+            for name, values in statistics.items():
                 sample.measured[f"posterior's {name}: mean"] = float(values.mean())
                 sample.measured[f"posterior's {name}: spread"] = float(values.std())
             return sample

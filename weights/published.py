@@ -31,6 +31,8 @@ from weights.tensors import canonical_name, format_difference
 
 # The attention of a VAE in older diffusers; the published VAEs of SD 1.x and 2 still use these names
 OLD_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
+LANGUAGE_MODEL_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+"""What the names of a language model's tensors begin with where it is stored with its head or its image encoder."""
 
 Networks = Mapping[str, tuple[nn.Module, NetworkNames]]
 """Name in messages, e.g. "vae" -> the module and its names in published weights."""
@@ -88,10 +90,15 @@ def _examine_folder(root: Path, networks: Networks) -> tuple[dict[str, _NetworkS
         except ValueError as error:
             problems.append(f"{label}: {error}")
             continue
-        sources = {name: TensorSource(_find_name_in_folder(name, weights.entries)) for name in module.state_dict()}
+        names = [name for name in module.state_dict() if not name.endswith(OPTIONAL_SUFFIX)]
+        sources = {name: TensorSource(_find_name_in_folder(name, weights.entries)) for name in names}
         network_sources[label] = _NetworkSources(weights, sources)
         unused = network.unused if network.is_folder_only else POSITION_IDS  # else it is of a single file's names
-        required_names = [n for n in weights.entries if not (POSITION_IDS.fullmatch(n) or unused.fullmatch(n))]
+        required_names = [
+            name
+            for name in weights.entries
+            if not (POSITION_IDS.fullmatch(name) or unused.fullmatch(name) or name.endswith(OPTIONAL_SUFFIX))
+        ]
         problems += _compare_tensors(label, module, network_sources[label], required_names)
     return network_sources, problems
 
@@ -209,7 +216,8 @@ def _find_name_in_folder(name: str, names: Collection[str]) -> str:
     older = name
     for new, old in OLD_ATTENTION.items():
         older = older.replace(new, old)
-    return older if name not in names and older in names else find_stored_name(name, names)
+    candidates = (name, older, *(prefix + name for prefix in LANGUAGE_MODEL_PREFIXES), find_stored_name(name, names))
+    return next((candidate for candidate in candidates if candidate in names), name)
 
 
 def _count_groups(names: Iterable[str]) -> str:
@@ -260,6 +268,8 @@ def load_networks(path: str, networks: Networks) -> list[str]:
 def _copy_tensors(label: str, module: nn.Module, located: _NetworkSources) -> None:
     for name, tensor in module.state_dict().items():
         assert not tensor.is_meta, name
+        if name.endswith(OPTIONAL_SUFFIX):
+            continue
         source = located.sources[name]
         values = source.extract(located.weights.tensor(source.name)).reshape(tensor.shape).float()
         if num_bad := int((~torch.isfinite(values)).sum()):

@@ -173,7 +173,7 @@ class ShapesMoving(VideoFamily, Shapes):
     latent_means, latent_stds = MOVING_LATENT_MEANS, MOVING_LATENT_STDS
     lora_targets = ATTENTION
 
-    def sampling_shift(self, latent: tuple[int, ...]) -> float:
+    def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
         return MOVING_SHIFT
 
     def build_denoiser(self) -> nn.Module:
