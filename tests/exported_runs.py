@@ -42,9 +42,20 @@ for out, code in json.load(open(sys.argv[1])).items():
     names = {"images": []}
     exec(code, names)
     torch.save(torch.stack(names["images"]), out)
+"""
+OURS = """
 ours = [name for name in ("model", "families", "weights", "config") if name in sys.modules]
 assert not ours, f"this process has {ours} of the project"
 """
+
+
+def run_without_project(words: list[str], folder: Path) -> None:
+    """Run a program, the first word, in a process that has nothing of the project."""
+    own = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own
+    command = [sys.executable, "-I", "-c", words[0] + OURS, *words[1:]]
+    done = subprocess.run(command, cwd=folder, env=environment, timeout=600, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def drawn_elsewhere(outs: Mapping[str, Path], folder: Path, num_prompts: int = 1) -> dict[str, Tensor]:
@@ -64,10 +75,7 @@ def drawn_elsewhere(outs: Mapping[str, Path], folder: Path, num_prompts: int = 1
         calls = [call.replace(", 0), output_type", f", {number}), output_type") for number in range(num_prompts)]
         codes[str(folder / f"{name}.pt")] = code + "".join(f"{each}\nimages.append(image)\n" for each in calls)
     (folder / "codes.json").write_text(json.dumps(codes))
-    own = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own
-    words = [sys.executable, "-I", "-c", ELSEWHERE, str(folder / "codes.json")]
-    subprocess.run(words, cwd=folder, env=environment, check=True, timeout=600, stderr=subprocess.PIPE)
+    run_without_project([ELSEWHERE, str(folder / "codes.json")], folder)
     return {name: torch.load(folder / f"{name}.pt") for name in outs}
 
 

@@ -76,10 +76,7 @@ def test_each_example_has_at_most_forty_lines_and_its_page_names_it():
 def test_a_model_an_optimizer_and_an_algorithm_from_outside_train_and_resume_bit_for_bit(tmp_path, capsys):
     for name, text in {"my_dit": (EXAMPLES / "my_dit.py").read_text(), "counter": COUNTER, "odd": ODD}.items():
         (tmp_path / f"{name}.py").write_text(text)
-    words = [
-        f"model.family={tmp_path}/my_dit.py:MyDiT",
-        f"optimizer.name={tmp_path}/odd.py:Odd(pull=0.5)",
-    ]
+    words = [f"model.family={tmp_path}/my_dit.py:MyDiT", f"optimizer.name={tmp_path}/odd.py:Odd(pull=0.5)"]
     words.append(f"algorithms=[{{class: '{tmp_path}/counter.py:Counter', args: {{first: 10}}}}]")
     assert run(tmp_path, "whole", *words) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
@@ -165,11 +162,7 @@ def test_the_losses_of_huber_are_torchs_and_those_of_the_base_the_mean_squared_e
     ],
 )
 def test_what_is_no_class_of_the_right_kind_is_refused_by_key_and_line(tmp_path, capsys, word, message):
-    files = {
-        "good": (EXAMPLES / "my_dit.py").read_text(),
-        "raises": "import math\n1 / 0\n",
-        "broken": "def f(:\n",
-    }
+    files = {"good": (EXAMPLES / "my_dit.py").read_text(), "raises": "import math\n1 / 0\n", "broken": "def f(:\n"}
     files["bare"] = (
         "from families.spec import Family\nclass Bare(Family):\n    def __init__(self, preset, variant): pass\n"
     )

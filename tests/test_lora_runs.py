@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -16,10 +15,9 @@ from diffusers.utils import convert_state_dict_to_kohya
 from exported_runs import CASES
 from PIL import Image
 from safetensors.torch import load_file
-from test_checkpoints import newest, same_training
 from test_collectives import free_port
 from test_export import SHORT, train
-from test_families import DECAY, RUN, TRAINED, lines
+from test_families import DECAY, RUN, resume_from_second_batch
 from test_lora import RANK, step_batch, with_adapter
 from torch import multiprocessing
 
@@ -35,31 +33,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200, func_only=True), pytest
 LORA = (f"lora.rank={RANK}", "lora.alpha=2")
 
 
-@pytest.mark.parametrize(("name", "variant"), TRAINED)
+@pytest.mark.parametrize(("name", "variant"), [("sdxl", "stock"), ("flux", "dev")])
 def test_a_run_saves_and_averages_its_adapter_alone_and_resumes_bit_for_bit(name, variant, tmp_path):
     words = [*RUN, *LORA, f"model.family={name}", f"model.variant={variant}", f"run_folder={tmp_path}"]
     words += ["data.synthetic=true", "data.stage=moments"]
     assert benchmark.main([*words, "run_name=whole"]) == 0
-    contents = [read_checkpoint(path) for path in reversed(list_checkpoints(tmp_path / "whole/checkpoints", FULL))]
+    contents = [read_checkpoint(path) for path in list_checkpoints(tmp_path / "whole/checkpoints", FULL)]
     names = set(with_adapter(name, variant).state_dict())
     for content in contents:
         assert set(content["model"]) == set(content["ema"]["weights"]) == names
         assert sum(map(len, content["optimizer"]["names"])) == len(content["optimizer"]["state"]) == len(names)
         assert content["identity"]["lora.rank"] == RANK and content["identity"]["denoiser_start"]
-    for part in (".lora_A.", ".lora_B."):
-        assert all(tensor.any() for name, tensor in contents[-1]["model"].items() if part in name)
-    for before, after in itertools.pairwise(contents):
-        for key, average in after["ema"]["weights"].items():
-            expected = DECAY * before["ema"]["weights"][key].double() + (1 - DECAY) * after["model"][key].double()
-            torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-7)
-
-    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    (tmp_path / "killed/summary.json").unlink()
-    for path in list_checkpoints(tmp_path / "killed/checkpoints", FULL)[:4]:
-        path.unlink()
-    assert benchmark.main([*words, "run_name=killed"]) == 0
-    assert same_training(newest(tmp_path, "killed"), newest(tmp_path, "whole"))
-    assert [line["loss"] for line in lines(tmp_path / "killed")] == [line["loss"] for line in lines(tmp_path / "whole")]
+    for key, average in contents[0]["ema"]["weights"].items():
+        assert contents[0]["model"][key].any()
+        expected = (
+            DECAY * contents[1]["ema"]["weights"][key].double() + (1 - DECAY) * contents[0]["model"][key].double()
+        )
+        torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-7)
+    resume_from_second_batch(words, tmp_path)
 
 
 # --- two ranks ---
@@ -120,43 +111,39 @@ def said_in_refusal(command, capsys, *words: object) -> str:
 
 def test_a_merged_export_is_base_plus_product_and_an_adapter_is_written_alone(tuned, tmp_path, capsys):
     base, folder = tuned
-    assert export.main([str(folder), str(tmp_path / "merged")]) == 0
-    assert export.main([str(folder), str(tmp_path / "adapter.safetensors"), "lora=separate"]) == 0
-    before, after = (load_file(at / "unet/diffusion_pytorch_model.safetensors") for at in (base, tmp_path / "merged"))
-    adapter = load_file(tmp_path / "adapter.safetensors")
+    merged, file, kohya_file = (tmp_path / name for name in ("merged", "adapter.safetensors", "kohya.safetensors"))
+    for out, words in ((merged, []), (file, ["lora=separate"]), (kohya_file, ["lora=comfyui"])):
+        assert export.main([str(folder), str(out), *words]) == 0
+    before, after = (load_file(at / "unet/diffusion_pytorch_model.safetensors") for at in (base, merged))
+    adapter, kohya = load_file(file), load_file(kohya_file)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     layers = {name.removeprefix("unet.").removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
     assert changed == {f"{layer}.weight" for layer in layers} and len(adapter) == 2 * len(layers)
-    for layer in layers:
-        product = adapter[f"unet.{layer}.lora_B.weight"] @ adapter[f"unet.{layer}.lora_A.weight"]
-        torch.testing.assert_close(after[f"{layer}.weight"], before[f"{layer}.weight"] + product)
     snapshot = read_checkpoint(list_checkpoints(folder / "checkpoints", WEIGHTS)[0])["ema"]["weights"]
     for name, tensor in snapshot.items():  # alpha / rank is in B
         stored = adapter[name.replace("denoiser.", "unet.").replace(".default.", ".")]
         assert torch.equal(stored, tensor * (2 / RANK if ".lora_B." in name else 1))
-    assert export.main([str(folder), str(tmp_path / "kohya.safetensors"), "lora=comfyui"]) == 0
-    kohya = load_file(tmp_path / "kohya.safetensors")
     read, alphas = StableDiffusionXLPipeline.lora_state_dict(dict(kohya))[:2]  # diffusers reads A1111's names too
     assert kohya.keys() == convert_state_dict_to_kohya(dict(adapter)).keys()
     assert len(read) == 2 * len(layers) == 2 * len(alphas)
-    for name in layers:
-        at = "lora_unet_" + name.replace(".", "_")
+    for layer in layers:
+        product = adapter[f"unet.{layer}.lora_B.weight"] @ adapter[f"unet.{layer}.lora_A.weight"]
+        torch.testing.assert_close(after[f"{layer}.weight"], before[f"{layer}.weight"] + product)
+        at = "lora_unet_" + layer.replace(".", "_")
         up, down, alpha = (kohya[f"{at}.{part}"] for part in ("lora_up.weight", "lora_down.weight", "alpha"))
-        product = adapter[f"unet.{name}.lora_B.weight"] @ adapter[f"unet.{name}.lora_A.weight"]
         torch.testing.assert_close(alpha / RANK * up @ down, product)
-    facts = json.loads((tmp_path / "merged/export.json").read_text())
+    facts = json.loads((merged / "export.json").read_text())
     assert facts["lora"]["rank"] == RANK and facts["weights"] == "ema" and facts["denoiser_start"] == str(base)
-    card = (tmp_path / "merged/README.md").read_text()
+    card = (merged / "README.md").read_text()
     assert f"as a LoRA adapter of rank {RANK}, merged into it, on 32 images" in card
     assert "| `lora.alpha` | `2.0` |" in card
 
     # eval.py draws the same from the run, whose model has the adapter beside its base, as from the merged export.
-    drawn = []
-    for at in (folder, tmp_path / "merged"):
-        options = [f"eval.{key}={facts[key]}" for key in ("sampler", "steps", "guidance")]
-        words = [str(at), f"images={tmp_path}/{len(drawn)}", "prompts=[a red circle]", *options]
+    drawn, options = [], [f"eval.{key}={facts[key]}" for key in ("sampler", "steps", "guidance")]
+    for number, at in enumerate((folder, merged)):
+        words = [str(at), f"images={tmp_path}/{number}", "prompts=[a red circle]", *options]
         assert scoring.main(words) == 0, capsys.readouterr().err
-        [path] = (tmp_path / str(len(drawn))).glob("0*.png")
+        [path] = (tmp_path / str(number)).glob("0*.png")
         drawn.append(np.asarray(Image.open(path)).astype(int))
     assert np.abs(drawn[0] - drawn[1]).max() <= 1 and drawn[0].std() > 10
 
@@ -196,16 +183,12 @@ def test_an_adapter_cannot_initialize_a_network_and_other_runs_have_none(tuned, 
     file, snapshot = tmp_path / "adapter.safetensors", list_checkpoints(folder / "checkpoints", WEIGHTS)[0]
     assert export.main([str(folder), str(file), "lora=separate"]) == 0
     words = ["model.preset=tiny", "model.family=sdxl", "data.synthetic=true", "image_size=64", "global_batch_size=8"]
-    first = folder.parent / "first"
+    first, separate = folder.parent / "first", "lora=separate"
     for command, arguments, text in (
         (benchmark, [*words, f"model.denoiser={snapshot}"], f"{snapshot} holds an adapter alone (lora.rank={RANK}). "),
         (benchmark, [*words, f"model.denoiser={file}"], f"{file} holds a LoRA adapter alone, which cannot initialize "),
-        (
-            export,
-            [folder, tmp_path / "out", "lora=separate"],
-            f"lora: separate, but {tmp_path / 'out'} is not a file name",
-        ),
-        (export, [first, tmp_path / "x.safetensors", "lora=separate"], f"lora: separate, but {first} has no adapter"),
+        (export, [folder, tmp_path / "out", separate], f"lora: separate, but {tmp_path / 'out'} is not a file name"),
+        (export, [first, tmp_path / "x.safetensors", separate], f"lora: separate, but {first} has no adapter"),
         (export, [first, tmp_path / "x", f"model.denoiser={base}"], f"{first} has no adapter, and needs no base. "),
     ):
         assert text in said_in_refusal(command, capsys, *arguments)

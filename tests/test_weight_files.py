@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import io
+import itertools
+import os
 import pickle
 import re
 import sys
+import tarfile
 import types
 import zipfile
 from pathlib import Path
@@ -24,10 +28,7 @@ from common.errors import ConfigError
 from weights.files import open_weights
 
 FORMATS = {"zip": True, "legacy": False}
-DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64,
-    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-]  # fmt: skip
+DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 
 
 def save(content, path, zipped: bool = True):
@@ -37,7 +38,7 @@ def save(content, path, zipped: bool = True):
 
 def some_tensors() -> dict[str, torch.Tensor]:
     base = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-    tensors = {f"as.{dtype}": (base * 9).to(dtype) for dtype in DTYPES}
+    tensors = {f"as.{dtype}": (base * 9).to(getattr(torch, dtype)) for dtype in DTYPES}
     tensors |= {"transposed": base.T, "a view": base[2:4, 1:5], "shares its storage": base[1]}
     tensors |= {"parameter": torch.nn.Parameter(base.clone()), "with attributes": torch.ones(2)}
     tensors["with attributes"].note = tensors["parameter"].note = "x"
@@ -52,13 +53,14 @@ def assert_same(file, expected):
         assert torch.equal(read, tensor.detach()), name
 
 
-# --- what is read ---
-
-
 @pytest.mark.parametrize("zipped", FORMATS.values(), ids=FORMATS)
 def test_what_torch_saves_is_read_as_it_was_in_both_formats(tmp_path, zipped):
+    """A state_dict is taken where there is one, with all that an ordered dict carries."""
     tensors = some_tensors()
     assert_same(open_weights(save(tensors, tmp_path / "w.safetensors", zipped)), tensors)  # whatever the suffix
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+    content = {"epoch": 3, "beside": torch.zeros(1), "state_dict": module.state_dict(), "optimizer_states": [{}]}
+    assert_same(open_weights(save(content, tmp_path / "w.ckpt", zipped)), module.state_dict())
 
 
 def test_safetensors_are_read_as_they_were_whatever_the_suffix(tmp_path):
@@ -68,11 +70,7 @@ def test_safetensors_are_read_as_they_were_whatever_the_suffix(tmp_path):
         assert_same(open_weights(tmp_path / name), tensors)
 
 
-@pytest.mark.parametrize("zipped", FORMATS.values(), ids=FORMATS)
-def test_the_state_dict_is_taken_where_there_is_one_with_all_that_an_ordered_dict_carries(tmp_path, zipped):
-    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
-    content = {"epoch": 3, "beside": torch.zeros(1), "state_dict": module.state_dict(), "optimizer_states": [{}]}
-    assert_same(open_weights(save(content, tmp_path / "w.ckpt", zipped)), module.state_dict())
+# --- what is read ---
 
 
 def test_opening_reads_no_tensor(tmp_path):
@@ -95,15 +93,13 @@ def lightning_like() -> types.ModuleType:
     """A module that is there when a trainer pickles its objects, and gone when they are read."""
     module = types.ModuleType("gone_lightning")
     source = """
-import enum
 class Callback:
     def __init__(self): self.best, self.path = 0.5, 'x'
 class WithState(Callback):
     def __getstate__(self): return ({'a': 1}, {'b': 2})
     def __setstate__(self, state): raise SystemError('code of the file ran')
 class AttributeDict(dict): pass
-class Kind(enum.Enum):
-    FIT = 'fit'
+class Kind(__import__('enum').Enum): FIT = 'fit'
 """
     exec(source, module.__dict__)
     return module
@@ -148,52 +144,34 @@ def write_zip(path, data: bytes):
 
 def attacks(mark: str) -> dict[str, object]:
     """Objects whose unpickling by Python's own unpickler makes the file `mark`."""
-    import builtins
-    import functools
-    import os
-    import runpy
-    import subprocess
-    import timeit
-
-    touch = f"open({mark!r}, 'w').close()"
+    touch, command = f"open({mark!r}, 'w').close()", f"touch {mark}"
     inner = io.BytesIO()
-    torch.save(Calls(os.system, f"touch {mark}"), inner, _use_new_zipfile_serialization=False)
+    torch.save(Calls(os.system, command), inner, _use_new_zipfile_serialization=False)
     return {
-        "os.system": Calls(os.system, f"touch {mark}"),
-        "eval": Calls(builtins.eval, touch),
-        "exec": Calls(builtins.exec, touch),
-        "getattr": Calls(Calls(getattr, Calls(__import__, "os"), "system"), f"touch {mark}"),
-        "partial": Calls(Calls(functools.partial, os.system), f"touch {mark}"),
-        "partial state": Calls(Calls(functools.partial, len, state=(os.system, (f"touch {mark}",), {}, None))),
+        "os.system": Calls(os.system, command),
+        "eval": Calls(eval, touch),
+        "getattr": Calls(Calls(getattr, Calls(__import__, "os"), "system"), command),
+        "partial": Calls(Calls(functools.partial, os.system), command),
+        "partial state": Calls(Calls(functools.partial, len, state=(os.system, (command,), {}, None))),
         "load from bytes": Calls(torch.storage._load_from_bytes, inner.getvalue()),
-        "pickle.loads": Calls(pickle.loads, pickle.dumps(Calls(os.system, f"touch {mark}"))),
-        "subprocess": Calls(subprocess.call, ["touch", mark]),
-        "timeit": Calls(timeit.timeit, touch, "pass", timeit.default_timer, 1),
-        "runpy": Calls(runpy._run_code, touch, {}),
+        "pickle.loads": Calls(pickle.loads, pickle.dumps(Calls(os.system, command))),
         "open": Calls(open, mark, "w"),
-        "map": Calls(list, Calls(map, os.system, [f"touch {mark}"])),
+        "map": Calls(list, Calls(map, os.system, [command])),
         "type with a method": Calls(Calls(type, "X", (), {"__init__": Calls(eval, f"lambda self: {touch}")})),
     }
 
 
 @pytest.mark.parametrize("name", attacks("x"))
-@pytest.mark.parametrize("zipped", FORMATS.values(), ids=FORMATS)
-def test_what_a_file_says_to_call_is_not_called(tmp_path, name, zipped):
+def test_what_a_file_says_to_call_is_not_called(tmp_path, name):
     """Next to tensors, in the place of one, of a name, and of the whole: it is passed over, or the file is refused."""
     mark = tmp_path / "it_ran"
-    attack = attacks(str(mark))[name]
+    attack, tensor = attacks(str(mark))[name], torch.arange(3)
     with contextlib.suppress(Exception):
         pickle.loads(pickle.dumps(attack))
     assert mark.exists()  # it is an attack on Python's own unpickler
     mark.unlink()
-    tensor = torch.arange(3)
-    for content in (
-        {"beside": attack, "a": tensor},
-        {attack: 1, "a": tensor},
-        {"state_dict": attack},
-        [attack],
-        attack,
-    ):
+    contents = ({"beside": attack, "a": tensor}, {attack: 1, "a": tensor}, {"state_dict": attack}, [attack], attack)
+    for content, zipped in itertools.product(contents, FORMATS.values()):
         path = save(content, tmp_path / "w.ckpt", zipped)
         try:
             assert_same(open_weights(path), {"a": tensor})
@@ -211,24 +189,24 @@ def text(value: str) -> bytes:
 
 
 HAND_MADE = {
-    "a dotted name": lambda mark: opcodes(text("os"), text("path.os.system"), b"\x93", text(f"touch {mark}"), b"\x85R"),
-    "a name with Storage": lambda mark: opcodes(text("os"), text("system.Storage"), b"\x93", text(f"touch {mark}"), b"\x85R"),
-    "through an allowed module": lambda mark: opcodes(
-        text("collections"), text("_sys.modules"), b"\x93", text("os"), b"\x86R", text(f"touch {mark}"), b"\x85R"
+    "a dotted name": lambda command: opcodes(text("os"), text("path.os.system"), b"\x93", text(command), b"\x85R"),
+    "a name with Storage": lambda command: opcodes(text("os"), text("system.Storage"), b"\x93", text(command), b"\x85R"),
+    "through an allowed module": lambda command: opcodes(
+        text("collections"), text("_sys.modules"), b"\x93", text("os"), b"\x86R", text(command), b"\x85R"
     ),
-    "INST": lambda mark: b"(S'touch " + str(mark).encode() + b"'\nios\nsystem\n.",
-    "OBJ": lambda mark: b"(cos\nsystem\nS'touch " + str(mark).encode() + b"'\no.",
-    "NEWOBJ": lambda mark: opcodes(b"cos\nsystem\n", text(f"touch {mark}"), b"\x85\x81"),
-    "NEWOBJ_EX": lambda mark: opcodes(b"cos\nsystem\n", text(f"touch {mark}"), b"\x85}\x92"),
-    "NEWOBJ of what a call gave": lambda mark: opcodes(b"cos\nsystem\n)R", text(f"touch {mark}"), b"\x85\x81"),
-    "Python 2's names": lambda mark: b"c__builtin__\neval\n(S'open(\"" + str(mark).encode() + b"\", \"w\")'\ntR.",
-    "a rebuild function's defaults": lambda mark: opcodes(
+    "INST": lambda command: b"(S'" + command.encode() + b"'\nios\nsystem\n.",
+    "OBJ": lambda command: b"(cos\nsystem\nS'" + command.encode() + b"'\no.",
+    "NEWOBJ": lambda command: opcodes(b"cos\nsystem\n", text(command), b"\x85\x81"),
+    "NEWOBJ_EX": lambda command: opcodes(b"cos\nsystem\n", text(command), b"\x85}\x92"),
+    "NEWOBJ of what a call gave": lambda command: opcodes(b"cos\nsystem\n)R", text(command), b"\x85\x81"),
+    "Python 2's names": lambda command: b"c__builtin__\neval\n(S'__import__(\"os\").system(\"%s\")'\ntR." % command.encode(),
+    "a rebuild function's defaults": lambda command: opcodes(
         b"ctorch._utils\n_rebuild_tensor_v2\nN}", text("__defaults__"), b"(cos\nsystem\nt", b"s\x86b"
     ),
-    "a rebuild function in a rebuild function": lambda mark: opcodes(
-        b"ctorch._tensor\n_rebuild_from_type_v2\n(cos\nsystem\nN(", text(f"touch {mark}"), b"tNtR"
+    "a rebuild function in a rebuild function": lambda command: opcodes(
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(cos\nsystem\nN(", text(command), b"tNtR"
     ),
-    "state of the dictionary's class": lambda mark: opcodes(
+    "state of the dictionary's class": lambda command: opcodes(
         b"ccollections\nOrderedDict\n}", text("update"), b"cos\nsystem\nsb"
     ),
 }  # fmt: skip
@@ -239,11 +217,12 @@ def test_hand_made_opcodes_run_nothing_and_change_nothing(tmp_path, name):
     mark = tmp_path / "it_ran"
     defaults = torch._utils._rebuild_tensor_v2.__defaults__
     with pytest.raises(ValueError, match="w.ckpt: "):
-        open_weights(write_zip(tmp_path / "w.ckpt", HAND_MADE[name](mark)))
+        open_weights(write_zip(tmp_path / "w.ckpt", HAND_MADE[name](f"touch {mark}")))
     assert not mark.exists() and torch._utils._rebuild_tensor_v2.__defaults__ == defaults
 
 
-def test_no_name_in_a_pickle_is_imported(tmp_path, monkeypatch):
+def test_no_name_in_a_pickle_is_imported_no_program_run_and_no_tar_file_unpacked(tmp_path, monkeypatch):
+    """torch.load would unpack torch 0.1's tar format to disk, where a link in it can lead anywhere."""
     (tmp_path / "payload_module.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     data = opcodes(b"cpayload_module\nx\n)R")
@@ -251,16 +230,9 @@ def test_no_name_in_a_pickle_is_imported(tmp_path, monkeypatch):
     assert "payload_module" not in sys.modules
     torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "w.pt")
     assert refused(tmp_path / "w.pt").startswith("is a TorchScript program, not weights. ")
-
-
-def test_a_tar_file_is_refused_and_not_unpacked(tmp_path):
-    """torch.load would unpack torch 0.1's tar format to disk, where a link in it can lead anywhere."""
-    import tarfile
-
     with tarfile.open(tmp_path / "w.pt", "w") as tar:
         tar.add(__file__, "storages")
-    with pytest.raises(ValueError, match="w.pt: cannot be read as a weights file .*tar format"):
-        open_weights(tmp_path / "w.pt")
+    assert "tar format" in unreadable(tmp_path / "w.pt")
 
 
 # --- what is said ---
@@ -275,12 +247,8 @@ def refused(path) -> str:
 
 def unreadable(path) -> str:
     """Return the cause that the message for a file of no known format names."""
-    cause = re.fullmatch(
-        r"cannot be read as a weights file \((.*)\)\. Known: safetensors and files of torch\.save\. It may be damaged: "
-        r"fetch it again\.",
-        refused(path),
-    )
-    return cause[1]
+    known = "Known: safetensors and files of torch.save. It may be damaged: fetch it again."
+    return re.fullmatch(rf"cannot be read as a weights file \((.*)\)\. {re.escape(known)}", refused(path))[1]
 
 
 def test_a_file_of_another_kind_or_cut_short_is_refused(tmp_path):
@@ -288,8 +256,7 @@ def test_a_file_of_another_kind_or_cut_short_is_refused(tmp_path):
     assert refused(tmp_path / "none.ckpt") == refused(tmp_path) == missing
     path, end = tmp_path / "w.safetensors", "Fetch the file itself (or run: git lfs pull)."
     for content, begin in (
-        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "version https://git-lfs.github.com/spec/"),
-        ("<!DOCTYPE html>\n<html><body>Sign in</body></html>", "<!DOCTYPE html> <html><body>Sign in</bod"),
+        ("<!DOCTYPE html>\n<html><body>Sign in</body>", "<!DOCTYPE html> <html><body>Sign in</bod"),
         ("", ""),
     ):
         path.write_text(content)
@@ -301,12 +268,12 @@ def test_a_file_of_another_kind_or_cut_short_is_refused(tmp_path):
     unreadable(tmp_path / "w.npz")
     for zipped in FORMATS.values():
         whole = save(some_tensors(), path, zipped).read_bytes()
-        for left in (-4, -400, 1500, 200):
+        for left in (-4, 1500, 200):
             path.write_bytes(whole[:left])
             unreadable(path)
     save_file({"a": torch.arange(9.0), "b": torch.arange(5.0)}, path)
     whole = path.read_bytes()
-    for content in (*(whole[:left] for left in (4, 12, 60, -7)), whole[:8] + b"{" * 6 + whole[14:], bytes(range(256))):
+    for content in (*(whole[:left] for left in (4, 12, -7)), whole[:8] + b"{" * 6 + whole[14:], bytes(range(256))):
         path.write_bytes(content)
         assert "SafetensorError: " in unreadable(path)
 
@@ -329,18 +296,16 @@ def test_a_record_that_inflates_is_refused_before_it_is_read(name, tmp_path):
         packed = (bytes(2**24), zipfile.ZIP_DEFLATED)
         return repack(path, lambda record, content: packed if record == name else (content, zipfile.ZIP_STORED))
 
-    message = (
-        rf"its record w/{re.escape(name)} is compressed, 1\d,\d{{3}} bytes for 16,777,216\. torch.save compresses none"
-    )
-    assert re.match(message, refused(inflate(save({"a": torch.arange(5.0)}, tmp_path / "w.ckpt"))))
+    text = refused(inflate(save({"a": torch.arange(5.0)}, tmp_path / "w.ckpt")))
+    sizes = r"1\d,\d{3} bytes for 16,777,216\. torch.save compresses none"
+    assert re.match(rf"its record w/{re.escape(name)} is compressed, {sizes}", text)
     written = files.write_checkpoint(tmp_path, files.file_stem("full-ba", 1), {"schema": 1, "a": torch.arange(5.0)})
     content = inflate(written).read_bytes()
     path = written.with_name(f"full-ba000000000001-{xxhash.xxh3_128(content).hexdigest()}.pt")
     path.write_bytes(content)
     assert files.is_whole(path)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"^{path}: .*/{re.escape(name)} is compressed, "):
         files.read_checkpoint(path)
-    assert f"/{name} is compressed, " in str(caught.value) and str(caught.value).startswith(f"{path}: ")
 
 
 @pytest.mark.parametrize("new", [b"K\x06\x85", b"J\xff\xff\xff\xff\x85", b"N\x85", b"]\x85"])
@@ -355,15 +320,11 @@ def test_a_shape_that_is_impossible_or_longer_than_its_storage_is_refused(tmp_pa
 
 
 def test_without_tensors_the_keys_are_listed(tmp_path):
-    one = torch.ones(1)
+    one, no_tensors = torch.ones(1), "holds no tensors by name: its keys"
     for content, message in (
-        (
-            {"model": {"a": one}, "ema": {"a": one}, "epoch": 3},
-            "holds no tensors by name: its keys are model, ema, epoch",
-        ),
-        ({"state_dict": {"x": 1}, "a": one}, "holds no tensors by name: its keys under state_dict are x. "),
+        ({"model": {"a": one}, "ema": {"a": one}, "epoch": 3}, f"{no_tensors} are model, ema, epoch"),
+        ({"state_dict": {"x": 1}, "a": one}, f"{no_tensors} under state_dict are x. "),
         ([one], "holds a list, no dictionary of tensors. Save the model's state_dict."),
-        (one, "holds a Tensor, no dictionary of tensors. "),
         (torch.nn.Linear(1, 1), "holds an object with its own code, no dictionary of tensors. "),
     ):
         assert refused(save(content, tmp_path / "w.ckpt")).startswith(message)
@@ -380,18 +341,17 @@ def test_random_damage_is_always_a_sentence(tmp_path):
     pickled = {"state_dict": tensors, "x": argparse.Namespace(a=1)}
     wholes = [save(pickled, path, zipped).read_bytes() for zipped in FORMATS.values()]
     save_file(tensors, path)
-    for whole in (*wholes, path.read_bytes()):
-        for _ in range(200):
-            content = bytearray(whole)
-            for at in generator.integers(len(whole), size=3):
-                content[at] = generator.integers(256)
-            path.write_bytes(content)
-            try:
-                file = open_weights(path)
-                for name in file.entries:
-                    file.tensor(name)
-                outcomes["read"] += 1
-            except ValueError as error:
-                assert str(error).startswith(f"{path}: ")
-                outcomes["refused"] += 1
+    for whole, _ in itertools.product((*wholes, path.read_bytes()), range(200)):
+        content = bytearray(whole)
+        for at in generator.integers(len(whole), size=3):
+            content[at] = generator.integers(256)
+        path.write_bytes(content)
+        try:
+            file = open_weights(path)
+            for name in file.entries:
+                file.tensor(name)
+            outcomes["read"] += 1
+        except ValueError as error:
+            assert str(error).startswith(f"{path}: ")
+            outcomes["refused"] += 1
     assert min(outcomes["read"], outcomes["refused"]) > 30, outcomes
