@@ -140,17 +140,6 @@ def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run
     assert text in "\n".join(misfits("stock", "sd2_mlperf", "epsilon"))
 
 
-def test_the_scheduler_is_the_evaluations_and_other_samplers_can_be_made_of_it(folder):
-    from diffusers import DDIMScheduler
-
-    wanted = {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "dpmsolver++", "steps_offset": 1}
-    wanted |= {"prediction_type": "v_prediction", "beta_schedule": "scaled_linear", "beta_start": 0.00085}
-    wanted |= {"beta_end": 0.012, "clip_sample": False, "set_alpha_to_one": False}
-    assert wanted.items() <= json.loads((folder / "scheduler/scheduler_config.json").read_text()).items()
-    ddim = DDIMScheduler.from_pretrained(folder, subfolder="scheduler").config
-    assert not ddim.clip_sample and not ddim.set_alpha_to_one and ddim.prediction_type == "v_prediction"
-
-
 @pytest.mark.parametrize(("name", "variant"), [("shapes", "stock"), ("sd2", "stock"), ("sd2", "sd15")])
 def test_the_tokenizers_files_give_the_familys_tokens(name, variant, tmp_path):
     import transformers
@@ -171,17 +160,17 @@ def test_the_tokenizers_files_give_the_familys_tokens(name, variant, tmp_path):
 def test_an_ldm_file_is_read_back_by_ours_and_by_diffusers_as_it_was(run, folder, tmp_path):
     from diffusers import AutoencoderKL, UNet2DConditionModel
 
-    file = exported(run, tmp_path / "model.safetensors")
-    facts = json.loads((folder / "export.json").read_text())
-    family = load_family("shapes", "tiny", "stock")
+    file = str(exported(run, tmp_path / "model.safetensors"))
+    facts, family = json.loads((folder / "export.json").read_text()), load_family("shapes", "tiny", "stock")
     modules = {"denoiser": family.build_denoiser(), **family.build_encoders()}
     networks = {label: (module, family.network_names()[label](module)) for label, module in modules.items()}
-    assert published.find_problems(str(file), networks) == [] == published.load_networks(str(file), networks)
+    assert published.find_problems(file, networks) == [] == published.load_networks(file, networks)
+    for kind, label, part in ((UNet2DConditionModel, "denoiser", "unet"), (AutoencoderKL, "vae", "vae")):
+        modules[f"their {label}"] = kind.from_single_file(
+            file, config=str(folder), subfolder=part, local_files_only=True
+        )
     for label, module in modules.items():
-        assert fingerprint(module) == facts[f"{label}_fingerprint"]
-    for kind, label, place in ((UNet2DConditionModel, "denoiser", "unet"), (AutoencoderKL, "vae", "vae")):
-        theirs = kind.from_single_file(str(file), config=str(folder), subfolder=place, local_files_only=True)
-        assert fingerprint(theirs) == facts[f"{label}_fingerprint"]
+        assert fingerprint(module) == facts[f"{label.removeprefix('their ')}_fingerprint"]
 
 
 def test_weights_stored_in_half_precision_are_rounded_and_nothing_else(run, folder, tmp_path):

@@ -63,6 +63,7 @@ DOES_NOT_FIT = [
 ]
 """What does not fit a family, as words after `model.family=`, and the begin of its message."""
 CAPTIONS = ["a red circle", "a dog on a beach", "", "word " * 600]
+RECIPES = sorted((ROOT / "yamls").glob("*_synthetic*.yaml"))
 DECAY = 0.75
 RUN = [
     *TINY_RUN, "max_duration=6ba", "data.workers=0", "model.weights=random", "optimizer.lr=1e-3", "measure.window_batches=1",
@@ -201,13 +202,13 @@ def test_the_loss_falls_on_one_batch_and_gradients_reach_exactly_the_trained_par
 
 @every_member
 def test_the_same_noise_gives_the_same_images_twice(name, variant):
-    model = tiny(name, variant)
-    size, generator = with_frames(name, SIZE, variant), torch.Generator().manual_seed(0)
+    model, size, generator = tiny(name, variant), with_frames(name, SIZE, variant), torch.Generator().manual_seed(0)
     noise = torch.randn(2, *model.family.latent_shape(size), generator=generator)
-    columns = model.family.image_columns(size)
-    condition = {n: torch.randn(2, *column.shape, generator=generator) for n, column in columns.items()}
-    sampler = default_sampler(model.objective.prediction)
-    options = dict(sampler=sampler, steps=2, guidance=3.0, image_condition=condition)
+    columns = model.family.image_columns(size).items()
+    condition = {n: torch.randn(2, *column.shape, generator=generator) for n, column in columns}
+    options = dict(
+        sampler=default_sampler(model.objective.prediction), steps=2, guidance=3.0, image_condition=condition
+    )
     once, again = (model.generate(model.family.tokenize(CAPTIONS[:2]), noise, **options) for _ in range(2))
     assert once.shape == (2, 3, *size[2:], 64, 96) and bool(once.isfinite().all())
     assert 0.0 <= float(once.min()) < float(once.max()) <= 1.0 and torch.equal(once, again)
@@ -221,23 +222,21 @@ def test_the_speed_keys_apply_to_its_blocks_and_change_only_rounding(name, varia
     assert {type(own.processor).__name__ for own in speed.attentions(fast.denoiser)} == {"ChosenAttention"}
     assert any(type(module).__name__.startswith("Checkpointed") for module in fast.denoiser.modules())
     assert speed.denoiser_parts(fast.denoiser, "blocks")
-    gradients = []
+    generator = torch.Generator().manual_seed(0)
+    columns = plain.family.columns("moments", with_frames(name, SIZE, variant), stored_text=True)
+    batch = {n: torch.randn(2, *c.shape, generator=generator).to(c.dtype) for n, c in columns.items()}
+    batch = plain.draw(batch, generator)
     for model in (plain, fast):
-        generator = torch.Generator().manual_seed(0)
-        columns = model.family.columns("moments", with_frames(name, SIZE, variant), stored_text=True)
-        batch = {n: torch.randn(2, *c.shape, generator=generator).to(c.dtype) for n, c in columns.items()}
-        batch = model.draw(batch, generator)
         model.loss(model(batch), batch).backward()
-        gradients.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-4)
+    gradients, expected = ([p.grad for p in model.parameters()] for model in (fast, plain))
+    torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-4)
 
 
 # --- what is given that does not fit ---
 
 
 def refused(capsys, *words: str) -> list[str]:
-    given = [*TINY_RUN, "data.synthetic=true", *words]
-    assert benchmark.main(given) == 2
+    assert benchmark.main([*TINY_RUN, "data.synthetic=true", *words]) == 2
     return capsys.readouterr().err.splitlines()
 
 
@@ -278,39 +277,36 @@ def test_every_family_has_a_recipe_that_the_preset_alone_makes_one_for_a_cpu(mon
     """The header's command with model.preset=tiny; keys of the YAML that need a GPU are left out, typed ones are refused."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     seen = set()
-    for path in sorted((ROOT / "yamls").glob("*_synthetic*.yaml")):
+    for path in RECIPES:
         words = [str(path), "model.preset=tiny", f"run_folder={tmp_path}"]
         with cost_made_up():
             assert benchmark.main([*words, "--print_config"]) == 0
-            shown = yaml.safe_load(capsys.readouterr().out)
-            assert (shown["attention"], shown["compile"], shown["cudnn_benchmark"]) == ("auto", "off", False)
-            assert benchmark.main([*words, "attention=cudnn"]) == 2
-        said = capsys.readouterr().err
-        assert said == "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math.\n"
-        seen.add(shown["model"]["family"])
+        config = yaml.safe_load(capsys.readouterr().out)
+        assert (config["attention"], config["compile"], config["cudnn_benchmark"]) == ("auto", "off", False)
+        seen.add(config["model"]["family"])
     assert seen == FAMILIES.keys() - {"shapes"}  # the miniature's own is for a CPU
+    with cost_made_up():
+        assert benchmark.main([*words, "attention=cudnn"]) == 2
+    assert capsys.readouterr().err == "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math.\n"
 
 
 @pytest.mark.usefixtures("quick_estimate")
 def test_what_a_trial_on_a_cpu_leaves_out_is_said_and_recorded(tmp_path, capsys):
-    (tmp_path / "recipe.yaml").write_text((ROOT / "yamls/sdxl_1024_synthetic.yaml").read_text() + "attention: cudnn\n")
-    words = [str(tmp_path / "recipe.yaml"), *TINY_RUN, "device_train_microbatch_size=8"]
-    assert benchmark.main([*words, "max_duration=1ba", f"run_folder={tmp_path}", "run_name=a"]) == 0
-    left = "attention=cudnn, compile=whole, cudnn_benchmark=true: left out for model.preset=tiny\n"
-    assert left in capsys.readouterr().err
+    (tmp_path / "recipe.yaml").write_text("model: {family: shapes}\nattention: cudnn\ncompile: whole\n")
+    words = [str(tmp_path / "recipe.yaml"), *TINY_RUN, "data.synthetic=true", "max_duration=1ba"]
+    assert benchmark.main([*words, "measure.warmup_batches=0", f"run_folder={tmp_path}", "run_name=a"]) == 0
+    assert "attention=cudnn, compile=whole: left out for model.preset=tiny\n" in capsys.readouterr().err
     assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["attention"] == "auto"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300, func_only=True)
 @pytest.mark.usefixtures("quick_estimate")
-@pytest.mark.parametrize(
-    "recipe", [*sorted((ROOT / "yamls").glob("*_synthetic*.yaml")), "shapes"], ids=lambda recipe: Path(recipe).stem
-)
+@pytest.mark.parametrize("recipe", [*RECIPES, None], ids=lambda at: at.stem if at else "shapes")
 def test_a_recipe_stays_finite_where_half_of_its_captions_are_dropped(recipe, tmp_path):
     """In batches of one, whose caption is then the empty one alone; in small, since sizes do not matter to it."""
-    own = ["data.synthetic=true", "model.family=shapes"] if recipe == "shapes" else [str(recipe)]
-    family = "shapes" if recipe == "shapes" else yaml.safe_load(recipe.read_text())["model"]["family"]
+    own = [str(recipe)] if recipe else ["data.synthetic=true", "model.family=shapes"]
+    family = yaml.safe_load(recipe.read_text())["model"]["family"] if recipe else "shapes"
     frames = [f"num_frames={size[2]}"] if len(size := with_frames(family, (64, 64))) > 2 else []
     words = [*own, *TINY_RUN, *frames, "compile=off", "attention=auto", "sharding=off", "global_batch_size=1"]
     words += ["device_train_microbatch_size=1", "max_duration=40ba", "measure.window_batches=1"]
@@ -357,17 +353,17 @@ def test_a_run_from_images_has_finite_losses_and_ema_weights_and_resumes_bit_for
 @pytest.mark.parametrize(("name", "variant"), TRAINED_ON_VIDEO)
 def test_a_run_on_videos_resumes_bit_for_bit(name, variant, tmp_path, capsys):
     """Synthetic videos, encoded in each step."""
-    frames = with_frames(name, (64, 64))[2]
     words = [*RUN, f"model.family={name}", f"model.variant={variant}", "data.synthetic=true", "data.stage=videos"]
-    words += [f"num_frames={frames}", "global_batch_size=2", "save.every_images=2", f"run_folder={tmp_path}"]
-    words += ["max_duration=4ba"]
+    words += [f"num_frames={with_frames(name, (64, 64))[2]}", "global_batch_size=2", "save.every_images=2"]
+    words += ["max_duration=4ba", f"run_folder={tmp_path}"]
     assert benchmark.main([*words, "run_name=whole"]) == 0
     assert all(0.0 < line["loss"] < 10.0 and line["gradient_norm"] > 0.0 for line in lines(tmp_path / "whole"))
     resume_from_second_batch(words, tmp_path)
     assert export.main([str(tmp_path / "whole"), str(tmp_path / "out")]) == 2
-    assert "is not exported: folders of videos are not written yet" in capsys.readouterr().err
     assert eval_command.main([str(tmp_path / "whole")]) == 2
-    assert f"model.family: {name} makes videos, and FID" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "is not exported: folders of videos are not written yet" in text
+    assert f"model.family: {name} makes videos, and FID" in text
 
 
 @pytest.mark.slow

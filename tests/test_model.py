@@ -14,10 +14,9 @@ from model import BatchRandomness, build_model, normalize_images, step_seed
 SIZE = (64, 64)
 
 
-def tiny(precision: str = "fp32", seed: int = 1, **objective):
-    model = build_model(
-        ModelConfig(preset="tiny"), ObjectiveConfig(**objective), size=SIZE, normalize="symmetric", seed=seed
-    )
+def tiny(precision: str = "fp32", seed: int = 1, variant: str = "stock", **objective):
+    config = ModelConfig(preset="tiny", variant=variant)
+    model = build_model(config, ObjectiveConfig(**objective), size=SIZE, normalize="symmetric", seed=seed)
     return model.to_device(torch.device("cpu"), precision)
 
 
@@ -44,8 +43,8 @@ def test_offset_noise_is_one_number_more_per_image_and_channel():
 def test_frozen_encoders_are_in_no_state_dict_stay_in_eval_mode_and_run_once_for_a_batch():
     model, calls = tiny(), []
     model.train()
-    assert {name.split(".")[0] for name in model.state_dict()} == {"denoiser"}
-    assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"denoiser"}
+    names = {*model.state_dict(), *(name for name, _ in model.named_parameters())}
+    assert {name.split(".")[0] for name in names} == {"denoiser"}
     for name, encoder in model.encoders.modules.items():
         assert not encoder.training and not any(p.requires_grad for p in encoder.parameters())
         target = encoder.encoder if name == "vae" else encoder
@@ -54,22 +53,17 @@ def test_frozen_encoders_are_in_no_state_dict_stay_in_eval_mode_and_run_once_for
     assert sorted(calls) == ["text", "vae"]
 
 
-def test_random_encoders_are_the_same_for_every_seed_and_the_denoiser_is_not():
-    one, two, again = tiny(seed=1), tiny(seed=2), tiny(seed=1)
-    for name, encoder in one.encoders.modules.items():
-        for key, value in encoder.state_dict().items():
-            assert torch.equal(value, two.encoders.modules[name].state_dict()[key])
-    assert not torch.equal(one.state_dict()["denoiser.conv_in.weight"], two.state_dict()["denoiser.conv_in.weight"])
-    assert all(torch.equal(value, again.state_dict()[key]) for key, value in one.state_dict().items())
-
-
-def test_building_and_a_step_take_nothing_from_the_global_generator():
+def test_building_and_a_step_take_nothing_from_the_global_generator_and_encoders_nothing_from_the_seed():
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
     model = tiny(caption_dropout=0.5)
     batch = drawn(model, images_batch())
     model.loss(model(batch), batch).backward()
     assert torch.equal(before, torch.random.get_rng_state())
+    other, again = tiny(seed=2), tiny(seed=1)
+    assert model.encoders.fingerprints == other.encoders.fingerprints
+    assert not torch.equal(model.state_dict()["denoiser.conv_in.weight"], other.state_dict()["denoiser.conv_in.weight"])
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
 
 
 def test_microbatch_size_changes_no_number():
@@ -87,16 +81,12 @@ def test_microbatch_size_changes_no_number():
 
 
 def test_loss_is_the_weighted_mean_squared_error():
-    model = tiny()
-    outputs = {
-        "prediction": torch.full((2, 4, 8, 8), 3.0),
-        "target": torch.tensor([1.0, 2.0]).reshape(2, 1, 1, 1).expand(2, 4, 8, 8),
-        "weight": torch.tensor([1.0, 0.5]),
-    }
-    assert model.loss(outputs, {}).item() == pytest.approx((1.0 * 4.0 + 0.5 * 1.0) / 2)
+    target = torch.tensor([1.0, 2.0]).reshape(2, 1, 1, 1).expand(2, 4, 8, 8)
+    outputs = {"prediction": torch.full((2, 4, 8, 8), 3.0), "target": target, "weight": torch.tensor([1.0, 0.5])}
+    assert tiny().loss(outputs, {}).item() == pytest.approx((1.0 * 4.0 + 0.5 * 1.0) / 2)
 
 
-def test_moments_give_the_same_latents_as_images():
+def test_moments_give_the_same_latents_as_images_in_the_range_that_was_asked_for():
     """Scaled exactly once on either way: encoding first and reading the moments back changes nothing."""
     model = tiny()
     batch = drawn(model, images_batch())
@@ -106,6 +96,14 @@ def test_moments_give_the_same_latents_as_images():
     stored, _ = model.encode({**{k: v for k, v in batch.items() if k != "images"}, "moments": moments})
     torch.testing.assert_close(online, stored)  # of float32's default: encoding twice may be two kernels
     assert condition["text"].shape == (4, 77, 16)
+    pixels, of_mlperf = torch.tensor([0, 255], dtype=torch.uint8), torch.tensor([-0.25, 1.0])  # / 255, with overshoot
+    for values, way, expected in (
+        (pixels, "symmetric", [-1.0, 1.0]),
+        (pixels, "unit", [0.0, 1.0]),
+        (of_mlperf, "symmetric", [-1.5, 1.0]),
+        (of_mlperf, "unit", [-0.25, 1.0]),
+    ):
+        assert normalize_images(values.expand(1, 3, 1, 2), way)[0, 0, 0].tolist() == expected
 
 
 def test_the_posterior_is_drawn_at_every_reading_or_its_mean_is_taken_by_key():
@@ -122,15 +120,15 @@ def test_the_posterior_is_drawn_at_every_reading_or_its_mean_is_taken_by_key():
 
 
 def test_each_variant_fills_in_its_own_objective_where_nothing_is_said():
-    def objective(variant: str, **given) -> tuple[str, float]:
-        config = ModelConfig(preset="tiny", variant=variant)
-        model = build_model(config, ObjectiveConfig(**given), size=SIZE, normalize="symmetric", seed=0)
-        return model.objective.prediction, model.caption_dropout
-
-    assert objective("stock") == objective("sd15") == ("epsilon", 0.1)
-    assert objective("mlperf") == ("v", 0.0)
-    assert objective("mlperf", prediction="epsilon", caption_dropout=0.2) == ("epsilon", 0.2)
-    assert objective("stock", caption_dropout=0.0) == ("epsilon", 0.0)
+    for variant, given, expected in (
+        ("stock", {}, ("epsilon", 0.1)),
+        ("sd15", {}, ("epsilon", 0.1)),
+        ("mlperf", {}, ("v", 0.0)),
+        ("mlperf", dict(prediction="epsilon", caption_dropout=0.2), ("epsilon", 0.2)),
+        ("stock", dict(caption_dropout=0.0), ("epsilon", 0.0)),
+    ):
+        model = tiny(variant=variant, **given)
+        assert (model.objective.prediction, model.caption_dropout) == expected
 
 
 def test_dropped_captions_become_the_empty_caption_and_the_others_stay():
@@ -176,15 +174,6 @@ def test_captions_are_dropped_at_their_rate(rate):
     assert abs(float(dropped.double().mean()) - rate) <= 4.0 * (rate * (1.0 - rate) / num) ** 0.5
 
 
-def test_images_are_normalised_to_the_range_that_was_asked_for():
-    images = torch.tensor([0, 255], dtype=torch.uint8).reshape(1, 1, 1, 2).expand(1, 3, 1, 2)
-    assert normalize_images(images, "symmetric")[0, 0, 0].tolist() == [-1.0, 1.0]
-    assert normalize_images(images, "unit")[0, 0, 0].tolist() == [0.0, 1.0]
-    of_mlperf = torch.tensor([-0.25, 1.0]).reshape(1, 1, 1, 2).expand(1, 3, 1, 2)  # / 255 already, with its overshoot
-    assert normalize_images(of_mlperf, "symmetric")[0, 0, 0].tolist() == [-1.5, 1.0]
-    assert normalize_images(of_mlperf, "unit")[0, 0, 0].tolist() == [-0.25, 1.0]
-
-
 def test_bf16_on_a_cpu_computes_in_bf16_and_keeps_float32_weights():
     model, seen = tiny("bf16"), []
     model.denoiser.conv_out.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
@@ -195,12 +184,6 @@ def test_bf16_on_a_cpu_computes_in_bf16_and_keeps_float32_weights():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     reference = tiny()
     assert loss.item() == pytest.approx(reference.loss(reference(batch), batch).item(), rel=0.02)
-
-
-def test_step_seeds_differ_by_seed_batch_and_rank_and_are_stable():
-    seeds = {step_seed(seed, batch, rank) for seed in range(5) for batch in range(50) for rank in range(5)}
-    assert len(seeds) == 5 * 50 * 5 and all(0 <= seed < 2**63 for seed in seeds)
-    assert step_seed(17, 0, 0) == step_seed(17, 0, 0)
 
 
 def test_batch_randomness_depends_on_the_batch_index_alone(monkeypatch):
@@ -219,3 +202,5 @@ def test_batch_randomness_depends_on_the_batch_index_alone(monkeypatch):
     assert torch.equal(draws(0), first) and not torch.equal(first, second)
     with pytest.raises(AssertionError, match="BatchRandomness is not among the callbacks"):
         model(images_batch())
+    seeds = {step_seed(seed, batch, rank) for seed in range(5) for batch in range(50) for rank in range(5)}
+    assert len(seeds) == 5 * 50 * 5 and all(0 <= seed < 2**63 for seed in seeds)

@@ -246,21 +246,6 @@ def test_all_networks_come_out_of_a_file_or_folder_as_they_went_in(tmp_path, kin
         assert_equal(target[label][0], source[label][0])
 
 
-def test_the_whole_float32_file_comes_before_the_half_precision_one(tmp_path):
-    source, target = tiny_networks(1), tiny_networks(2)
-    path = save_folder(tmp_path, {k: (m.half(), n) for k, (m, n) in tiny_networks(1).items()}, variant="fp16")
-    notes = published.load_networks(path, target)
-    assert notes == [
-        f"vae, text, denoiser: stored in float16 at {path}, widened to float32. Values were rounded on the way, so the "
-        "fingerprint is not that of weights stored in float32."
-    ]
-    weight = target["vae"][0].encoder.conv_in.weight
-    assert torch.equal(weight, source["vae"][0].encoder.conv_in.weight.half().float())
-    save_folder(tmp_path, source, safe_serialization=False)
-    assert published.load_networks(path, target) == []
-    assert_equal(target["text"][0], source["text"][0])
-
-
 def test_the_attention_of_a_vae_may_have_its_older_names(tmp_path):
     source, target = tiny_networks(1), tiny_networks(2)
     path, tensors = save_folder(tmp_path, source), {}

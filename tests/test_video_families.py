@@ -49,14 +49,17 @@ def scheduler_of(shift: float, **more: Any) -> Any:
     return EqualSteps(shift=shift, **more)
 
 
-def call(pipeline: Any, model: LatentDiffusion, noise: torch.Tensor, **given: Any) -> torch.Tensor:
+def call(pipeline: Any, size: tuple[int, int, int], noise: torch.Tensor, **given: Any) -> torch.Tensor:
     """Return what a pipeline draws, (B, 3, F, H, W) in [0, 1]."""
     pipeline.set_progress_bar_config(disable=True)
-    width, height, num_frames = SIZE
-    size = dict(width=width, height=height, num_frames=num_frames)
+    sizes = dict(zip(("width", "height", "num_frames"), size, strict=True))
     with torch.no_grad():
-        frames = pipeline(latents=noise, num_inference_steps=STEPS, output_type="pt", **size, **given).frames
+        frames = pipeline(latents=noise, num_inference_steps=STEPS, output_type="pt", **sizes, **given).frames
     return frames.transpose(1, 2)
+
+
+def assert_videos_are(theirs: torch.Tensor, made: torch.Tensor) -> None:
+    assert made.shape == theirs.shape == (len(made), 3, 13, 32, 48) and float((made - theirs).abs().max()) < 2e-5
 
 
 def with_more_layers(own: Any, depth: int) -> Any:
@@ -106,8 +109,7 @@ def test_videos_of_mochi_are_those_of_diffusers_pipeline(caption, guidance, tmp_
     theirs = with_diffusers_attention(model).denoiser
     parts = dict(transformer=theirs, vae=model.frozen["vae"], **t5_of(model, tmp_path))
     pipeline = MochiPipeline(scheduler=scheduler, force_zeros_for_empty_prompt=True, **parts)
-    theirs = call(pipeline, model, noise, guidance_scale=guidance, prompt=[caption])
-    assert made.shape == theirs.shape == (1, 3, 13, 32, 48) and float((made - theirs).abs().max()) < 2e-5
+    assert_videos_are(call(pipeline, SIZE, noise, guidance_scale=guidance, prompt=[caption]), made)
 
 
 def test_videos_of_hunyuan_video_are_those_of_diffusers_pipeline():
@@ -117,18 +119,12 @@ def test_videos_of_hunyuan_video_are_those_of_diffusers_pipeline():
     model, noise = tiny("hunyuan_video"), noise_of(tiny("hunyuan_video"))
     text = model.family.tokenize(CAPTIONS[::2])
     made = model.generate(text, noise, sampler="euler", steps=STEPS, guidance=6.0)
-    absent: dict[str, Any] = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    pipeline = HunyuanVideoPipeline(
-        transformer=model.denoiser, vae=model.frozen["vae"], scheduler=scheduler_of(7.0), **absent
-    )
+    parts: dict[str, Any] = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    parts |= dict(transformer=model.denoiser, vae=model.frozen["vae"], scheduler=scheduler_of(7.0))
     states = model.family.encode_text(model.frozen, text)
-    given = {
-        "prompt_embeds": states["text"],
-        "prompt_attention_mask": states["mask"].bool(),
-        "pooled_prompt_embeds": states["pooled"],
-    }
-    theirs = call(pipeline, model, noise, guidance_scale=6.0, **given)
-    assert made.shape == theirs.shape == (2, 3, 13, 32, 48) and float((made - theirs).abs().max()) < 2e-5
+    given = dict(prompt_embeds=states["text"], pooled_prompt_embeds=states["pooled"])
+    given["prompt_attention_mask"] = states["mask"].bool()
+    assert_videos_are(call(HunyuanVideoPipeline(**parts), SIZE, noise, guidance_scale=6.0, **given), made)
 
 
 @pytest.mark.parametrize("variant", ["t2v", "i2v"])
@@ -157,14 +153,11 @@ def test_videos_of_wan_are_those_of_diffusers_pipelines(variant, tmp_path):
         more |= dict(image=(first + 1) / 2)
     text = model.family.tokenize(CAPTIONS[2:])
     made = model.generate(text, noise, sampler="euler", steps=STEPS, guidance=5.0, image_condition=condition)
-    theirs = call(pipeline, model, noise, guidance_scale=5.0, **more)
-    assert made.shape == theirs.shape == (1, 3, 13, 32, 48) and float((made - theirs).abs().max()) < 2e-5
-
-
-def test_image_to_video_is_not_drawn_without_a_picture():
-    model = tiny("wan", "i2v")
-    with pytest.raises(ValueError, match="^wan starts a video from its first frame: first_frame, image_states is not"):
-        model.generate(model.family.tokenize([""]), noise_of(model, 1), sampler="euler", steps=2, guidance=1.0)
+    assert_videos_are(call(pipeline, SIZE, noise, guidance_scale=5.0, **more), made)
+    if variant == "i2v":
+        text = "^wan starts a video from its first frame: first_frame, image_states is not"
+        with pytest.raises(ValueError, match=text):
+            model.generate(model.family.tokenize([""]), noise, sampler="euler", steps=2, guidance=1.0)
 
 
 def test_the_shift_of_wan_is_that_of_its_authors_program():
