@@ -77,9 +77,8 @@ class Hub:
     @property
     def sent(self) -> list[str]:
         """The files whose bytes were asked for, not their facts alone."""
-        matches = (
-            re.fullmatch(r"GET /(?:cdn/[^/]+/[^/]+|[^/]+/[^/]+/resolve)/[^/]+/(.*)", asked) for asked in self.asked
-        )
+        file = re.compile(r"GET /(?:cdn/[^/]+/[^/]+|[^/]+/[^/]+/resolve)/[^/]+/(.*)")
+        matches = map(file.fullmatch, self.asked)
         return [unquote(one[1]) for one in matches if one and (not one[1].endswith(LARGE) or "/cdn/" in one[0])]
 
 
@@ -114,41 +113,42 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     from weights import hub as own
 
     with serving() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.address)
         template = server.address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
+        cache, no_token = str(tmp_path / "cache"), str(tmp_path / "no_token")
+        changed = {"ENDPOINT": server.address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": cache}
+        for name, value in {**changed, "HF_HUB_OFFLINE": False, "HF_TOKEN_PATH": no_token}.items():
+            monkeypatch.setattr(constants, name, value)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         own._list_repo_files.cache_clear()
         yield server
 
 
+def _lfs(path: str, content: bytes, key: str) -> dict[str, Any]:
+    """What is said of a large file's content, its SHA-256 under this key; nothing of a small one."""
+    about = {key: hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+    return {"lfs": about} if path.endswith(LARGE) else {}
+
+
 def _facts(repo: str, model: Model, commit: str) -> dict[str, Any]:
-    siblings = []
-    for path, content in model.commits[commit].items():
-        one: dict[str, Any] = {"rfilename": path, "size": len(content), "blobId": git_sha1(content)}
-        if path.endswith(LARGE):
-            one["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
-        siblings.append(one)
+    siblings = [
+        {"rfilename": path, "size": len(content), "blobId": git_sha1(content), **_lfs(path, content, "sha256")}
+        for path, content in model.commits[commit].items()
+    ]
     gated = "auto" if model.is_gated else False
     return {"id": repo, "sha": commit, "private": False, "gated": gated, "tags": [], "siblings": siblings}
 
 
 def _tree(content: dict[str, bytes], folder: str, is_recursive: bool) -> list[dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
-    for path in content:
-        begin, name = (f"{folder}/" if folder else ""), path.removeprefix(f"{folder}/")
+    begin = f"{folder}/" if folder else ""
+    for path, data in content.items():
+        name = path.removeprefix(begin)
         if path.startswith(begin) and "/" in name and not is_recursive:
             path = begin + name.partition("/")[0]
             entries[path] = {"type": "directory", "path": path, "oid": "1" * 40, "size": 0}
         elif path.startswith(begin):
-            file = {"type": "file", "path": path, "size": len(content[path]), "oid": git_sha1(content[path])}
-            if path.endswith(LARGE):
-                sha256 = hashlib.sha256(content[path]).hexdigest()
-                file["lfs"] = {"oid": sha256, "size": file["size"], "pointerSize": 134}
-            entries[path] = file
+            file = {"type": "file", "path": path, "size": len(data), "oid": git_sha1(data)}
+            entries[path] = file | _lfs(path, data, "oid")
     return list(entries.values())
 
 
@@ -199,16 +199,13 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     hub.models[repo] = Model(private=asked[0].get("visibility") == "private")
                 return self._say(200 if is_new else 409, {"url": f"{hub.address}/{repo}"})
             if parts[2:] == ["info", "lfs", "objects", "batch"]:
-                repo, actions = f"{parts[0]}/{parts[1].removesuffix('.git')}", []
-                for one in asked[0]["objects"]:
-                    actions.append({**one, "actions": {"upload": {"href": f"{hub.address}/lfs/{repo}/{one['oid']}"}}})
-                return self._say(200, {"transfer": "basic", "objects": actions})
+                at = f"{hub.address}/lfs/{parts[0]}/{parts[1].removesuffix('.git')}"
+                objects = [{**o, "actions": {"upload": {"href": f"{at}/{o['oid']}"}}} for o in asked[0]["objects"]]
+                return self._say(200, {"transfer": "basic", "objects": objects})
             repo = "/".join(parts[2:4])
             if parts[4] == "preupload":
-                modes = [
-                    (one["path"], "lfs" if one["path"].endswith(LARGE) else "regular") for one in asked[0]["files"]
-                ]
-                files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes]
+                modes = {one["path"]: "lfs" if one["path"].endswith(LARGE) else "regular" for one in asked[0]["files"]}
+                files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
                 return self._say(200, {"files": files})
             return self._commit(repo, asked)
 

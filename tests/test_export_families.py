@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import test_families
 import torch
 from safetensors.torch import load_file, save_file
+from test_families import without_zeros
 from torch import nn
 
 from families import load_family, pipeline_files
@@ -34,15 +36,8 @@ MODELS = {
 }
 
 
-def tiny(name: str, **of_config: str) -> LatentDiffusion:
-    family, variant, *_ = MODELS[name]
-    config = ModelConfig(family, "tiny", variant, **{"weights": "random", **of_config})
-    model = build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=0)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.denoiser.parameters():  # a last layer of zeros, as of mlperf, would hide all others
-        if not parameter.any():
-            nn.init.normal_(parameter, std=0.05, generator=generator)
-    return model.to_device(torch.device("cpu"), "fp32")
+def tiny(name: str) -> LatentDiffusion:
+    return without_zeros(test_families.tiny(*MODELS[name][:2], SIZE))
 
 
 def saved(model: LatentDiffusion, folder: Path, sampler: str) -> Path:

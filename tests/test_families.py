@@ -73,10 +73,23 @@ RUN = [
 every_member = pytest.mark.parametrize(("name", "variant"), MEMBERS)
 
 
-def tiny(name: str, variant: str) -> LatentDiffusion:
-    config = ModelConfig(name, "tiny", variant, weights="random")
-    model = build_model(config, ObjectiveConfig(), size=with_frames(name, SIZE, variant), normalize="symmetric", seed=0)
+def tiny(
+    name: str, variant: str, size: tuple[int, ...] = SIZE, weights: str = "random", **objective
+) -> LatentDiffusion:
+    """Return a tiny model on the CPU; of a family of videos one of three latent frames where no number is given."""
+    config = ModelConfig(name, "tiny", variant, weights=weights)
+    size = size if len(size) > 2 else with_frames(name, size, variant)
+    model = build_model(config, ObjectiveConfig(**objective), size=size, normalize="symmetric", seed=0)
     return model.to_device(torch.device("cpu"), "fp32")
+
+
+def without_zeros(model: LatentDiffusion) -> LatentDiffusion:
+    """Draw the denoiser's layers that start at zero, which would hide all else."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.denoiser.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.05, generator=generator)
+    return model
 
 
 # --- what it says of itself ---

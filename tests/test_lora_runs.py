@@ -15,18 +15,15 @@ from diffusers.utils import convert_state_dict_to_kohya
 from exported_runs import CASES
 from PIL import Image
 from safetensors.torch import load_file
-from test_collectives import free_port
 from test_export import SHORT, train
 from test_families import DECAY, RUN, resume_from_second_batch
-from test_lora import RANK, step_batch, with_adapter
-from torch import multiprocessing
+from test_lora import RANK, with_adapter
 
 import benchmark
 import eval as scoring
 import export
 from checkpointing.files import FULL, WEIGHTS, list_checkpoints, read_checkpoint
 from families.pipeline_files import write_safetensors
-from weights.tensors import trained_parameters
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200, func_only=True), pytest.mark.usefixtures("quick_estimate")]
 
@@ -51,32 +48,6 @@ def test_a_run_saves_and_averages_its_adapter_alone_and_resumes_bit_for_bit(name
         )
         torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-7)
     resume_from_second_batch(words, tmp_path)
-
-
-# --- two ranks ---
-
-
-def gradients_of(rank: int, port: int, out: str) -> None:
-    """The gradients of half a batch, averaged over two ranks by DDP as Composer does it."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    model = with_adapter("sdxl", "stock")
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    half = {name: value[2 * rank : 2 * rank + 2] for name, value in step_batch(model).items()}
-    model.loss(wrapped(half), half).backward()
-    torch.save({name: p.grad for name, p in trained_parameters(model).items()}, f"{out}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def test_two_ranks_have_the_gradients_of_one(tmp_path):
-    multiprocessing.spawn(gradients_of, (free_port(), str(tmp_path)), nprocs=2)
-    model = with_adapter("sdxl", "stock")
-    batch = step_batch(model)
-    model.loss(model(batch), batch).backward()
-    both = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for name, parameter in trained_parameters(model).items():
-        assert torch.equal(both[0][name], both[1][name])
-        torch.testing.assert_close(both[0][name], parameter.grad, rtol=1e-4, atol=1e-7)
 
 
 # --- out of a run ---

@@ -1,18 +1,16 @@
-"""Stable Diffusion 2 and XL against published numbers, open_clip and diffusers. Contract of all families: test_families.py."""
+"""Stable Diffusion 2 and XL against published numbers, open_clip and diffusers. All families: test_families.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from test_families import tiny
 
 from families import load_family
-from families.encoders import ModelConfig, weights_problems
-from families.objectives import ObjectiveConfig
 from families.sd2 import ARCHITECTURES, LATENT_SCALE
 from families.spec import parse_size
 from mds.images import crop_geometry
-from model import LatentDiffusion, build_model
-from weights.encoder_networks import CLIP_END, ClipTextModel
+from weights.encoder_networks import CLIP_END
 from weights.tensors import build_on_meta
 
 
@@ -132,21 +130,14 @@ def test_a_size_is_a_number_or_width_and_height_that_fit_the_family():
 
 # --- SDXL ---
 
-SIZE = (96, 64)
 CAPTIONS = ["a photograph of an astronaut riding a horse", "word " * 200]
-
-
-def tiny(weights: str = "random", **objective: object) -> LatentDiffusion:
-    config = ModelConfig("sdxl", "tiny", weights=weights)
-    model = build_model(config, ObjectiveConfig(**objective), size=SIZE, normalize="symmetric", seed=0)
-    return model.to_device(torch.device("cpu"), "fp32")
 
 
 def test_a_step_is_the_formula_of_diffusers_training_script():
     """examples/text_to_image/train_text_to_image_sdxl.py: add_noise, the UNet with time ids and pooled text, mean square."""
     from diffusers import DDPMScheduler
 
-    model, size_ids = tiny(caption_dropout=0.0), torch.tensor([[700, 500, 3, 16], [64, 96, 0, 0]])
+    model, size_ids = tiny("sdxl", "stock", caption_dropout=0.0), torch.tensor([[700, 500, 3, 16], [64, 96, 0, 0]])
     generator = torch.Generator().manual_seed(1)
     moments = torch.randn(2, 8, 8, 12, generator=generator)
     batch = {"moments": moments, "sizes": size_ids, **model.family.tokenize(CAPTIONS)}
@@ -167,7 +158,7 @@ def test_a_step_is_the_formula_of_diffusers_training_script():
 
 
 def test_dropped_captions_have_states_of_zeros_and_the_others_their_own():
-    model = tiny(caption_dropout=0.5)
+    model = tiny("sdxl", "stock", caption_dropout=0.5)
     batch = {"moments": torch.zeros(8, 8, 8, 12), "sizes": torch.zeros(8, 4, dtype=torch.int64)}
     batch = model.draw(batch | model.family.tokenize(["a cat"] * 8), torch.Generator().manual_seed(0))
     _, condition = model.encode(batch)
@@ -190,16 +181,3 @@ def test_the_sizes_are_those_of_the_picture_and_of_what_is_shown_of_it():
         ((70_000, 70_000), None, False, (65_535, 65_535, 0, 0)),  # as much as a stage has
     ):
         assert crop_geometry(source, (512, 512), at, flipped=flipped) == expected
-
-
-def test_a_diffusers_folder_is_read_with_both_its_text_encoders(tmp_path):
-    """As diffusers and transformers themselves write it."""
-    model = tiny()
-    for label, module in model.frozen.items():
-        bare = module.text_model if isinstance(module, ClipTextModel) else module
-        bare.save_pretrained(tmp_path / model.family.network_names()[label](module).folder)
-    model.family.save_tokenizers(tmp_path)
-    assert tiny(str(tmp_path)).encoders.fingerprints == model.encoders.fingerprints
-    (tmp_path / "text_encoder_2" / "model.safetensors").unlink()
-    [problem, *_] = weights_problems(model.family, str(tmp_path))
-    assert problem.startswith(f"text_2: {tmp_path}/text_encoder_2 has none of ")

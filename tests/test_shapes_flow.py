@@ -6,20 +6,19 @@ import json
 from typing import Any
 
 import pytest
+import test_families
 import torch
 from conftest import ROOT
 from omegaconf import OmegaConf
+from test_families import without_zeros
 from test_validation import made
 
 import benchmark
 from eval import main as eval_main
 from evaluation.table import read_rows
-from families.encoders import ModelConfig
-from families.objectives import ObjectiveConfig
 from families.packing import pack, unpack
-from families.pipeline_files import collect_networks
 from families.shapes.networks import END
-from model import LatentDiffusion, build_model
+from model import LatentDiffusion
 
 YAML = ROOT / "yamls/shapes_flow.yaml"
 RECORDS = ROOT / "reports/results/shapes_flow"
@@ -28,18 +27,13 @@ CAPTIONS = ["a large red square at the top left on a white background", "a red c
 
 @pytest.fixture
 def tiny() -> LatentDiffusion:
-    config, objective = ModelConfig("shapes", "tiny", "flow", weights="shipped"), ObjectiveConfig(caption_dropout=0.0)
-    model = build_model(config, objective, size=(48, 32), normalize="symmetric", seed=0)
-    return model.to_device(torch.device("cpu"), "fp32")
+    return without_zeros(test_families.tiny("shapes", "flow", (48, 32), weights="shipped", caption_dropout=0.0))
 
 
 def test_images_are_those_of_diffusers_pipeline(tiny):
     """Positions of tokens, times and guidance: the same noise gives the same latents in FLUX's pipeline."""
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
-    for parameter in tiny.denoiser.parameters():  # layers that start at zero would hide all else
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.05)
     noise = torch.randn(3, *tiny.family.latent_shape((48, 32)), generator=torch.Generator().manual_seed(0))
     tokens = tiny.family.tokenize(CAPTIONS)
     images = tiny.generate(tokens, noise, sampler="euler", steps=5, guidance=2.0)
@@ -66,11 +60,6 @@ def test_the_whole_caption_is_the_state_at_its_end_mark(tiny):
     ends = (tokens == END).int().argmax(dim=1)
     assert ends.tolist() == [13, 4, 1, 15]
     assert torch.equal(states["pooled"], states["text"][torch.arange(4), ends])
-
-
-def test_an_export_that_would_be_another_pipelines_is_refused(tiny):
-    with pytest.raises(ValueError, match="^model.variant: flow of shapes is not exported: "):
-        collect_networks(tiny.family, tiny.denoiser, tiny.frozen)
 
 
 @pytest.mark.slow
