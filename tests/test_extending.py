@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY_RUN
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoints import newest, same_training
 
 import benchmark
+from common.plugins import parse_plugin
 from families.objectives import DiscreteDiffusion, ObjectiveConfig, RectifiedFlow, build_objective
 
 EXAMPLES = ROOT / "tests/examples"
@@ -91,14 +93,14 @@ def test_a_model_an_optimizer_and_an_algorithm_from_outside_train_and_resume_bit
 
 
 def test_a_loss_and_a_callback_from_outside_reach_the_loss_and_the_loggers(tmp_path, capsys):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     words = [f"objective.name={EXAMPLES}/my_loss.py:Huber(delta=0.1)", "loggers.tensorboard.log_dir=null"]
     words.append(f"callbacks=['{EXAMPLES}/my_callbacks.py:LogAttention(every=2)']")
-    assert run(tmp_path, "own", *words) == run(tmp_path, "plain") == 0
-    assert f"next: python export.py {tmp_path}/plain OUT\n" in capsys.readouterr().err
-    own, plain = (json.loads((tmp_path / name / "summary.json").read_text())["loss"] for name in ("own", "plain"))
-    assert own < 0.2 * plain
+    assert run(tmp_path, "own", *words) == 0
+    assert f"next: python export.py {tmp_path}/own OUT\n" in capsys.readouterr().err
+    loss = json.loads((tmp_path / "own/summary.json").read_text())["loss"]
+    assert (
+        loss < 0.1
+    )  # Huber's of an untrained network, 0.1 (|e| - 0.05) for an error of 1; the squared error is near 1
     events = EventAccumulator(str(next((tmp_path / "own/tensorboard").rglob("events.*")).parent)).Reload()
     assert [event.step for event in events.Images("user/attention")] == [2, 4]
     assert all(0.0 < event.value < 1.0 for event in events.Scalars("user/attention_max"))
@@ -106,14 +108,17 @@ def test_a_loss_and_a_callback_from_outside_reach_the_loss_and_the_loggers(tmp_p
 
 def test_the_losses_of_huber_are_torchs_and_those_of_the_base_the_mean_squared_error():
     prediction, target = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    config = ObjectiveConfig(prediction="v", name=f"{EXAMPLES}/my_loss.py:Huber(delta=0.5)")
-    own = build_objective(config)
-    assert isinstance(own, DiscreteDiffusion)
+    own = build_objective(ObjectiveConfig(prediction="v", name=f"{EXAMPLES}/my_loss.py:Huber(delta=0.5)"))
     expected = [torch.nn.HuberLoss(delta=0.5)(p, t) for p, t in zip(prediction, target, strict=True)]
     torch.testing.assert_close(own.losses(prediction, target), torch.stack(expected))
     plain = build_objective(ObjectiveConfig(prediction="flow", timesteps="uniform", shift=1.0))
-    assert isinstance(plain, RectifiedFlow)
     torch.testing.assert_close(plain.losses(prediction, target), ((prediction - target) ** 2).mean(dim=(1, 2, 3)))
+    assert isinstance(own, DiscreteDiffusion) and isinstance(plain, RectifiedFlow)
+
+
+def test_arguments_are_literals_in_pythons_or_yamls_words():
+    plugin = parse_plugin("x", "a/b.py:C(two='x, y', three=[1.5, true], four=None, five=null)")
+    assert plugin.arguments == {"two": "x, y", "three": [1.5, True], "four": None, "five": None}
 
 
 # --- what is refused ---

@@ -96,7 +96,7 @@ def test_states_beyond_float16_are_those_of_float32_in_a_run_of_fp16(autocast):
 # --- places ---
 
 
-@pytest.mark.parametrize("config", [ON_CPU, ON_DEVICE, ModelConfig("sdxl", "tiny", frozen_device="cpu")])
+@pytest.mark.parametrize("config", [ON_CPU, ON_DEVICE])
 def test_a_step_on_a_gpu_gets_what_encoders_on_the_cpu_make(config):
     """Traced with tensors that have a device and no content: torch refuses operations on two devices there too."""
     placed, model = build(config).to_device(torch.device("meta"), "fp32"), build(config)  # "meta" stands for a GPU

@@ -56,8 +56,13 @@ def published_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_name_downloads_what_the_encoders_need_and_nothing_else(hub, published_folder, monkeypatch):
-    commit = hub.add(REPO, published_folder)
+@pytest.fixture
+def commit(hub, published_folder) -> str:
+    """The model on the hub, by its only commit."""
+    return hub.add(REPO, published_folder)
+
+
+def test_a_name_downloads_what_the_encoders_need_and_nothing_else(hub, published_folder, commit, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("LOCAL_RANK", "1")
         assert weights_problems(TINY, "easel/no-such") == [] and hub.asked == []  # one rank of a machine asks
@@ -73,8 +78,7 @@ def test_a_name_downloads_what_the_encoders_need_and_nothing_else(hub, published
         assert_equal(encoders.modules[label], tiny_networks(seed=5)[label][0])
 
 
-def test_what_the_cache_has_is_neither_asked_for_nor_sent_again(hub, published_folder, tmp_path, monkeypatch):
-    commit = hub.add(REPO, published_folder)
+def test_what_the_cache_has_is_neither_asked_for_nor_sent_again(hub, commit, tmp_path, monkeypatch):
     pinned = str(fetch(f"{REPO}@{commit}", NEED, key="model.weights").name)
     hub.asked.clear()
     assert str(fetch(pinned, NEED, key="model.weights").name) == pinned and hub.asked == []
@@ -214,8 +218,7 @@ def test_a_name_that_is_not_there_is_refused_with_the_choices(hub, published_fol
     assert " has no weights in vae/, text_encoder/config.json, tokenizer/. It has: README.md, " in text
 
 
-def test_a_gated_model_is_refused_before_a_run_without_access_and_taken_with_it(hub, published_folder, monkeypatch):
-    commit = hub.add(REPO, published_folder)
+def test_a_gated_model_is_refused_before_a_run_without_access_and_taken_with_it(hub, commit, monkeypatch):
     hub.models[REPO].is_gated = True
     advice = "and log in: hf auth login, or set HF_TOKEN, with a token that has access."
     for token in ("", "hf_another"):
@@ -227,7 +230,7 @@ def test_a_gated_model_is_refused_before_a_run_without_access_and_taken_with_it(
     assert path_if_downloaded(f"{REPO}@{commit}", NEED) is not None
 
 
-def test_without_a_network_the_message_has_a_command_that_works(hub, published_folder, tmp_path, monkeypatch):
+def test_without_a_network_the_message_has_a_command_that_works(hub, commit, tmp_path, monkeypatch):
     begin = f"{REPO} is no path here, the cache {tmp_path}/cache does not have all of it, and"
     end = (
         "Where there is a network: hf download easel/tiny-sd2 --include 'vae/*' --include 'text_encoder/*' --include "
@@ -244,16 +247,14 @@ def test_without_a_network_the_message_has_a_command_that_works(hub, published_f
         patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
         assert "127.0.0.1:9 cannot be reached (ConnectError: [Errno 111] Connection refused). " in refusal(REPO)
     hub.status = 200
-    hub.add(REPO, published_folder)
     folders = ["vae/*", "text_encoder/*", "tokenizer/*"]
     snapshot_download(REPO, local_dir=tmp_path / "copied", allow_patterns=folders, endpoint=hub.address)
     assert weights_problems(TINY, str(tmp_path / "copied")) == []
 
 
 @pytest.mark.parametrize("file", ["vae/diffusion_pytorch_model.safetensors", "vae/config.json"])
-def test_a_file_damaged_on_its_way_is_named_and_removed_and_a_broken_off_one_resumed(hub, published_folder, file):
+def test_a_file_damaged_on_its_way_is_named_and_removed_and_a_broken_off_one_resumed(hub, commit, file):
     """A large file has a SHA-256 on the hub, a small one git's SHA-1."""
-    hub.add(REPO, published_folder)
     hub.damaged = {file: 1}
     with pytest.raises(ValueError, match=f"{file} did not have the digest that .* Removed: start again"):
         fetch(REPO, NEED, key="model.weights")
@@ -262,8 +263,7 @@ def test_a_file_damaged_on_its_way_is_named_and_removed_and_a_broken_off_one_res
     assert weights_problems(TINY, str(name)) == [] and hub.sent.count(file) == 2 + len(hub.broken)
 
 
-def test_a_full_disk_is_reported_before_the_download(hub, published_folder, tmp_path, monkeypatch):
-    hub.add(REPO, published_folder)
+def test_a_full_disk_is_reported_before_the_download(hub, commit, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**20}))
     text = f"{REPO}: cannot be written to {tmp_path}/cache (0.00681 GiB are to come, 0.000977 GiB are free). Make room"
     assert refusal(REPO).startswith(text) and hub.sent == []
@@ -375,10 +375,7 @@ def test_print_config_says_what_real_data_take_and_downloads_nothing(hub, publis
     assert download.startswith(f"model.weights: {name}@{commit}: 6 files to download, ")
 
 
-def test_what_is_wrong_with_names_is_said_at_once_before_anything_is_built(
-    hub, published_folder, stage, tmp_path, capsys
-):
-    hub.add(REPO, published_folder)
+def test_what_is_wrong_with_names_is_said_at_once_before_anything_is_built(hub, commit, stage, tmp_path, capsys):
     given = ["eval.when=in_training", f"eval.prompts={__file__}", "eval.every_images=8", "eval.clip=easel/tiny-clop"]
     given += [f"model.weights={REPO}@gone", "model.denoiser=easel/tiny-sd"]
     assert benchmark.main(words(stage, tmp_path, *given)) == 2
@@ -404,8 +401,7 @@ def test_an_evaluations_networks_come_by_name_too_and_score_a_run_later(hub, min
     assert {key: config[key] for key in files} == {key: f"easel/shapes@{commit}{file}" for key, file in files.items()}
 
 
-def test_the_doctor_says_what_is_to_be_downloaded(hub, published_folder, stage, tmp_path, capsys):
-    commit = hub.add(REPO, published_folder)
+def test_the_doctor_says_what_is_to_be_downloaded(hub, commit, stage, tmp_path, capsys):
     begin = f"OK      weights     encoders: {REPO}@{commit}: 6 files to download, "
     doctor.main(words(stage, tmp_path, f"model.weights={REPO}"))
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith(begin)] and hub.sent == []
@@ -414,8 +410,7 @@ def test_the_doctor_says_what_is_to_be_downloaded(hub, published_folder, stage, 
     assert "error   config      model.weights: easel/tiny is neither a path here" in out, out
 
 
-def test_moments_and_statistics_are_made_with_weights_by_name(hub, published_folder, stage, tmp_path, capsys):
-    commit = hub.add(REPO, published_folder)
+def test_moments_and_statistics_are_made_with_weights_by_name(hub, commit, stage, tmp_path, capsys):
     hub.add("easel/shapes", WEIGHTS)
     tiny = ["model.preset=tiny", "image_size=64"]
     assert latents.main([str(stage), str(tmp_path / "moments"), f"model.weights={REPO}", *tiny]) == 0
