@@ -10,6 +10,7 @@ import re
 import sys
 
 import pytest
+import torch._dynamo
 from conftest import ROOT, run
 from miniature import READER
 from PIL import Image
@@ -58,3 +59,46 @@ def test_a_network_after_a_few_batches_misses_the_target_and_has_a_worse_fid_tha
     assert eval_main([str(tmp_path / "drawn"), *scored, f"out={tmp_path / 'scores'}"]) == 0
     [row] = read_rows(tmp_path / "scores/eval.csv")
     assert row["fid"] < 60 < evaluations[-1]["fid"]
+
+
+# --- the keys of speed: the loss curve of the plain path; 200 steps were run once (docs/speed.md) ---
+
+STEPS = 60
+KEYS = {
+    "eager": "channels_last=true attention=math gradient_checkpointing=0.5 device_train_microbatch_size=16",
+    "compiled": "compile=whole channels_last=true attention=flash gradient_checkpointing=0.5 async_loss=true",
+}
+"""Each key's own equality over some steps stands in tests/test_speed.py and tests/test_trainer.py."""
+
+
+def curve(miniature, runs, name: str, keys: str = "") -> list[float]:
+    """Run the tiny preset by the miniature's own recipe and return the loss of each window of ten steps."""
+    torch._dynamo.reset()
+    words = ["model.preset=tiny", f"max_duration={STEPS}ba", "eval.when=off", "mlperf.enabled=false"]
+    words += ["target.fid=null", "target.clip=null", "save.every_images=0", "save.snapshot_every_images=0"]
+    assert benchmark.main(miniature.words(runs, name, *words, *keys.split())) == 0
+    losses = [json.loads(line)["loss"] for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == STEPS // 10
+    return losses
+
+
+@pytest.mark.timeout(900, func_only=True)
+def test_the_curve_with_all_keys_of_speed_is_the_plain_one_and_that_in_bf16_nearer_than_another_seeds(
+    miniature, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    plain = curve(miniature, tmp_path, "plain")
+    assert curve(miniature, tmp_path, "eager", KEYS["eager"]) == pytest.approx(plain, rel=1e-4)
+
+    def furthest(name: str, keys: str) -> float:
+        return max(abs(a - b) for a, b in zip(curve(miniature, tmp_path, name, keys), plain, strict=True))
+
+    assert 0.0 < furthest("bf16", "precision=bf16") < furthest("seed", "seed=18")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900, func_only=True)
+def test_the_curve_compiled_with_all_keys_of_speed_is_the_plain_one(miniature, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plain = curve(miniature, tmp_path, "plain")
+    assert curve(miniature, tmp_path, "compiled", KEYS["compiled"]) == pytest.approx(plain, rel=1e-4)

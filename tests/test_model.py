@@ -146,22 +146,21 @@ def test_dropped_captions_become_the_empty_caption_and_the_others_stay():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stored_text_states_are_the_encoded_ones_rounded_to_float16_with_their_dropout(precision):
     model = tiny(precision, caption_dropout=0.5)
-    batch = drawn(model, images_batch(16))
+    batch, calls = drawn(model, images_batch(16)), []
     dropped, tokens = batch["caption_dropped"], batch.pop("tokens")
     latents, encoded = model.encode({**batch, "tokens": tokens})
     states = model.family.encode_text(model.encoders.modules, {"tokens": tokens})["text"]
     empty = model.family.encode_text(model.encoders.modules, model.empty_text)["text"]
-    calls = []
-    model.encoders.modules["text"].register_forward_hook(lambda *given: calls.append(1))
+    model.encoders.modules["text"].register_forward_hook(lambda *_: calls.append(1))
     for _ in range(2):
         same, stored = model.encode({**batch, "text": states.half()})
         assert torch.equal(same, latents) and stored.keys() == {"text"}
         wanted = torch.where(dropped[:, None, None], empty.expand_as(states), states).half().to(states.dtype)
         assert torch.equal(stored["text"], wanted) and stored["text"].dtype == encoded["text"].dtype
-        bound = 2**-11 if precision == "fp32" else 2**-8  # of float16; a batch of another size, in bf16
-        torch.testing.assert_close(
-            stored["text"], encoded["text"], rtol=bound, atol=2e-3 if precision == "bf16" else 1e-6
-        )
+    rtol, atol = (
+        (2**-11, 1e-6) if precision == "fp32" else (2**-8, 2e-3)
+    )  # of float16; a batch of another size, in bf16
+    torch.testing.assert_close(stored["text"], encoded["text"], rtol=rtol, atol=atol)
     assert len(calls) == 1  # of the empty caption
 
 
