@@ -14,7 +14,9 @@ from torch import Tensor
 
 from checkpointing.files import WEIGHTS, list_checkpoints, read_checkpoint
 from export import caption_of, read_run_config
+from families import pipeline_files
 from families.sampling import prompt_noise
+from model import LatentDiffusion
 from reports.model_card import python_blocks
 from training.config import build
 
@@ -89,3 +91,13 @@ def drawn_here(run: Path, num_prompts: int = 1, weights: str = "ema") -> Tensor:
     text = model.family.tokenize([caption_of(run)])
     noise = [prompt_noise(config.seed, [number], model.latent_shape) for number in range(num_prompts)]
     return torch.cat([model.generate(text, each, **ways) for each in noise])
+
+
+def save_pipeline(model: LatentDiffusion, folder: Path, sampler: str, size: tuple[int, int]) -> Path:
+    """Write a model as a diffusers folder."""
+    family = model.family
+    folder.mkdir(parents=True)
+    networks = pipeline_files.collect_networks(family, model.denoiser, model.frozen)
+    scheduler = family.pipeline_scheduler(sampler, model.objective.prediction, zero_terminal_snr=False)
+    assert pipeline_files.save_pipeline(folder, family, networks, scheduler, size=size, dtype="fp32") is None
+    return folder

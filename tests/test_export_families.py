@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import test_families
 import torch
+from exported_runs import save_pipeline
 from safetensors.torch import load_file, save_file
 from test_families import without_zeros
 from torch import nn
@@ -40,20 +41,11 @@ def tiny(name: str) -> LatentDiffusion:
     return without_zeros(test_families.tiny(*MODELS[name][:2], SIZE))
 
 
-def saved(model: LatentDiffusion, folder: Path, sampler: str) -> Path:
-    family, objective = model.family, model.objective
-    folder.mkdir()
-    networks = pipeline_files.collect_networks(family, model.denoiser, model.frozen)
-    scheduler = family.pipeline_scheduler(sampler, objective.prediction, zero_terminal_snr=False)
-    assert pipeline_files.save_pipeline(folder, family, networks, scheduler, size=SIZE, dtype="fp32") is None
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """A folder of each model, only read."""
     root = tmp_path_factory.mktemp("folders")
-    return {name: saved(tiny(name), root / name, of[2]) for name, of in MODELS.items()}
+    return {name: save_pipeline(tiny(name), root / name, of[2], SIZE) for name, of in MODELS.items()}
 
 
 def networks_of(model: LatentDiffusion) -> dict[str, tuple[nn.Module, ldm_names.NetworkNames]]:

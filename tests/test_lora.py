@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY_RUN, with_frames
-from exported_runs import run_without_project
+from exported_runs import run_without_project, save_pipeline
 from test_families import CAPTIONS, TRAINED, every_network, tiny
 
 import benchmark
@@ -165,10 +165,7 @@ def saved(name: str, folder: Path) -> tuple[dict, list[torch.Tensor]]:
         return model.generate(model.family.tokenize(captions), noise, sampler=sampler, steps=4, guidance=guidance)
 
     plain, images, folder = tiny(name, variant), [drawn()], folder / name
-    (folder / "base").mkdir(parents=True)
-    networks = pipeline_files.collect_networks(plain.family, plain.denoiser, plain.frozen)
-    scheduler = plain.family.pipeline_scheduler(sampler, plain.objective.prediction, zero_terminal_snr=False)
-    pipeline_files.save_pipeline(folder / "base", plain.family, networks, scheduler, size=SIZE, dtype="fp32")
+    save_pipeline(plain, folder / "base", sampler, SIZE)
     generator = torch.Generator().manual_seed(0)
     for parameter in trained_parameters(model).values():
         torch.nn.init.normal_(parameter, std=0.2, generator=generator)
