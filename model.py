@@ -147,7 +147,7 @@ class LatentDiffusion(ComposerModel):
         """Return the shape of a batch's latents, (C, h, w): with buckets, each batch has its own."""
         if "moments" in batch:
             channels, *sides = batch["moments"].shape[1:]
-            return (channels // 2, *sides)
+            return (channels // 2 if self.family.has_posterior else channels, *sides)
         if (images := batch.get(self.family.media)) is not None:
             *frames, height, width = images.shape[2:]
             return self.family.latent_shape((width, height, *frames))

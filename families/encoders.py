@@ -189,18 +189,20 @@ class ModelConfig:
     """The model, its frozen encoders, and its initial weights."""
 
     family: str = "sd2"
-    """sd2, sdxl, flux; of videos mochi, hunyuan_video, wan; shapes (the miniature); or your own: path/to/file.py:Class."""
+    """sd2, sdxl, sd3, flux, flux2, prx, qwen_image, sana; of videos mochi, hunyuan_video, wan; shapes (the miniature); or
+    your own: path/to/file.py:Class."""
     preset: str = "full"
     """full, or tiny: under 2 M parameters, for a CPU; ignores keys of GPU speed."""
     variant: str = "stock"
-    """stock; sd2: mlperf, sd15; flux: dev, schnell, mlperf; wan: i2v, t2v, t2v_1.3b; shapes: flow, moving."""
+    """stock; sd2: mlperf, sd15; sd3: medium, large; flux: dev, schnell, mlperf; flux2: dev, klein_4b, klein_9b; prx: flux,
+    dc_ae; sana: 1600m, 600m; wan: i2v, t2v, t2v_1.3b; shapes: flow, moving."""
     weights: str | None = None
     """Frozen encoders: hub name, diffusers folder, LDM checkpoint, `random`, `shipped`. null: the family's; real data:
     the hub's; else random."""
     denoiser: str | None = None
     """Initial weights: a run's folder or checkpoint, or published weights. null: random."""
     vae_precision: Literal["fp32", "run"] | None = None
-    """Type of the autoencoder. null: fp32 for sdxl and wan, else the run's."""
+    """Type of the autoencoder. null: fp32 for sdxl, sd3 and wan, else the run's."""
     frozen_device: Literal["device", "cpu"] = "device"
     """Where the frozen encoders are; on the CPU they are slower and take no GPU memory."""
 

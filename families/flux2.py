@@ -1,4 +1,4 @@
-"""FLUX.2: transformers on 32-channel latents in blocks of 2 x 2, trained as a rectified flow; a language model reads the caption.
+"""FLUX.2: transformers on 32-channel latents in blocks of 2 x 2, trained as a rectified flow; a language model reads.
 
 Black Forest Labs 2025: the configurations of black-forest-labs/FLUX.2-dev and FLUX.2-klein-base-4B and -9B, and diffusers'
 pipelines. The states of three layers of the language model are the text; its later layers are not built.

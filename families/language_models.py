@@ -1,4 +1,4 @@
-"""Language models as text encoders, and their tokenizers: Gemma 2, T5Gemma, Qwen, Mistral. The networks are transformers' own.
+"""Language models as text encoders, and their tokenizers: Gemma 2, T5Gemma, Qwen, Mistral. The networks are transformers'.
 
 Random weights come without a tokenizer: each byte of a caption is a token then.
 """
@@ -104,7 +104,9 @@ def build_language_model(kind: str, config_kind: str, **sizes: Any) -> nn.Module
     return getattr(transformers, kind)(getattr(transformers, config_kind)(use_cache=False, **sizes))
 
 
-def language_model_in_folder(unused: str = "lm_head.weight", folder: str = "text_encoder") -> Callable[[nn.Module], NetworkNames]:
+def language_model_in_folder(
+    unused: str = "lm_head.weight", folder: str = "text_encoder"
+) -> Callable[[nn.Module], NetworkNames]:
     """Return a function that returns a language model's names in this folder; only folders are read.
 
     Args:

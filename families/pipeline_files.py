@@ -245,7 +245,11 @@ def save_t5_tokenizer(folder: Path, published: Any, num_tokens: int) -> str:
     """
     from tokenizers import Tokenizer, processors
 
-    copy = Tokenizer.from_str(published.to_str()) if published is not None else build_byte_tokenizer({"<pad>": T5_PAD, "</s>": T5_END}, T5_FIRST_BYTE)
+    copy = (
+        Tokenizer.from_str(published.to_str())
+        if published is not None
+        else build_byte_tokenizer({"<pad>": T5_PAD, "</s>": T5_END}, T5_FIRST_BYTE)
+    )
     pad, end = copy.id_to_token(T5_PAD), copy.id_to_token(T5_END)
     copy.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, T5_END)])
     folder.mkdir()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from common.value_types import ImageSize
 from families import sana_autoencoder
-from families.language_models import BYTE_VOCABULARY, LanguageTokenizer, build_language_model, language_model_in_folder
+from families.language_models import BYTE_VOCABULARY, LanguageTokenizer, language_model_in_folder
 from families.spec import Column, Family, Pipeline, select_preset
 from weights import hub_names, ldm_names
 

@@ -1,8 +1,8 @@
 """Sana: transformers with linear attention on DC-AE's latents of 32 x 32 px, trained as a rectified flow; Gemma 2 reads.
 
-Xie et al. 2024 (arXiv:2410.10629): the configurations of Efficient-Large-Model/Sana_..._diffusers, and diffusers' SanaPipeline.
-Captions are read without the long instruction of section 3.3: diffusers' training script has none, its pipeline has one by
-default (complex_human_instruction).
+Xie et al. 2024 (arXiv:2410.10629): the configurations of Efficient-Large-Model/Sana_..._diffusers, and diffusers'
+SanaPipeline. Captions are read without the long instruction of section 3.3: diffusers' training script has none, its
+pipeline has one by default (complex_human_instruction).
 
     variant   parameters
     1600m     1.6 B

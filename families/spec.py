@@ -290,7 +290,9 @@ class Family:
         if self.has_posterior:
             mean, logvar = moments.chunk(2, dim=1)
             latents = mean + torch.exp(0.5 * logvar.clamp(-30.0, 20.0)) * noise  # the clamp of the VAE's own posterior
-        return self.normalize_latents((latents - self.latent_shift if self.latent_shift else latents) * self.latent_scale)
+        return self.normalize_latents(
+            (latents - self.latent_shift if self.latent_shift else latents) * self.latent_scale
+        )
 
     def normalize_latents(self, latents: Tensor) -> Tensor:
         """# (B, C, ...) as the autoencoder has them, or scaled -> with mean 0 and deviation 1 in each channel."""

@@ -7,10 +7,7 @@ f = 1 + (F - 1) / q latent frames: the first one has a separate latent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor, nn
 
 from common.value_types import ImageSize
 from families.spec import Column, Family

@@ -168,9 +168,8 @@ def read_and_measure(family: Family, shard: Shard, number: int) -> ShownSample:
             check_finite("moments", sample.value)
             mean, *logvar = moments.chunk(2 if family.has_posterior else 1, dim=1)
             noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
-            deviations = {"deviation": (0.5 * value.clamp(-30.0, 20.0)).exp() for value in logvar}
-            statistics = {"mean": mean, **deviations, "draws, scaled": family.sample_latents(moments, noise)}
-            for name, values in statistics.items():
+            statistics = [("mean", mean), *(("deviation", (0.5 * v.clamp(-30.0, 20.0)).exp()) for v in logvar)]
+            for name, values in (*statistics, ("draws, scaled", family.sample_latents(moments, noise))):
                 sample.measured[f"posterior's {name}: mean"] = float(values.mean())
                 sample.measured[f"posterior's {name}: spread"] = float(values.std())
             return sample
@@ -275,17 +274,19 @@ def thumbnail(image: Image.Image) -> np.ndarray:
 
 
 @torch.no_grad()
-def decode_moments(vae: torch.nn.Module, moments: Sequence[np.ndarray], normalize: str) -> list[np.ndarray]:
-    """# float16 (2C, h, w) each -> thumbnails of the decoded means, uint8 (H, W, 3); one by one: gigabytes each.
+def decode_moments(
+    family: Family, vae: torch.nn.Module, moments: Sequence[np.ndarray], normalize: str
+) -> list[np.ndarray]:
+    """# moments as stored -> thumbnails of the decoded means, uint8 (H, W, 3); one by one: gigabytes each.
 
     Args:
-        vae: diffusers' AutoencoderKL, which takes stored moments as they are, unscaled.
+        vae: the family's autoencoder.
         normalize: "symmetric" or "unit": the range of the images that the VAE saw (see `model.normalize_images`).
     """
     weight, thumbnails = next(vae.parameters()), []
     for values in moments:
-        mean = torch.tensor(values[None, : len(values) // 2])
-        image = vae.decode(mean.to(weight.device, weight.dtype)).sample[0].float()
+        latents = family.sample_latents(torch.tensor(values[None]).float(), torch.zeros(()))
+        image = family.decode_latents({"vae": vae}, latents.to(weight.device))[0].float()
         unit = (image if normalize == "unit" else (image + 1.0) / 2.0).nan_to_num().clamp(0.0, 1.0)
         thumbnails.append(thumbnail(to_pil_image((unit * 255.0).round().to(torch.uint8).cpu())))
     return thumbnails
@@ -318,9 +319,8 @@ def render_images(
     )
     vae_note = vae_note if stored_vae else "not known to be the one that made them"
     vae = encoders.modules["vae"].to("cuda" if torch.cuda.is_available() else "cpu")
-    return decode_moments(
-        vae, values, dataset.metadata["normalize"]
-    ), f"decoded by the VAE of {model.weights}, {vae_note}"
+    thumbnails = decode_moments(family, vae, values, dataset.metadata["normalize"])
+    return thumbnails, f"decoded by the VAE of {model.weights}, {vae_note}"
 
 
 def write_contact_sheet(out: Path, head: Sequence[str], images: Sequence[np.ndarray], captions: Sequence[str]) -> None:

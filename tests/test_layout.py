@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+import families
+
 FLOORS = [
     {"common"},
     {"config", "ranks"},
@@ -33,7 +35,7 @@ ITS_PARTS = {"sweep": "sweeps"}
 ROOT_FILES = {"benchmark", "eval", "sweep", "export", "config", "data", "model", "ema"}
 FORBIDDEN_FOLDERS = {"runs", "checkpoints", "datasets", "samples", "cache", "wandb"}
 """Folders of people's own, which a checkout must not bring."""
-FAMILIES = {"sd2", "shapes", "sdxl", "flux", "mochi", "hunyuan_video", "wan"}
+FAMILIES = {path.stem for path in (ROOT / "families").glob("*.py")} & set(families.FAMILIES) | {"shapes"}
 
 
 READS_RUN_CONFIG = {"benchmark.py", "training/config.py", "training/builders.py"}

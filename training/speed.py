@@ -215,6 +215,8 @@ def use_channels_last(model: SpeedModel) -> None:
         # Without it torch converts each input to NCHW for MIOpen (pytorch pull request 63617).
         os.environ.setdefault("PYTORCH_MIOPEN_SUGGEST_NHWC", "1")
     for network in (model.denoiser, *model.frozen.values()):
+        if any(parameter.dim() == 5 for parameter in network.parameters()):
+            continue  # an autoencoder of videos, as Qwen-Image has one
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types leave it out
     from diffusers.models import Transformer2DModel
 
