@@ -7,13 +7,10 @@ import os
 import re
 import shutil
 import threading
-import time
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
-import pytest
-import xxhash
 from streaming import MDSWriter
 from test_shard_table import entry, text_of
 
@@ -85,51 +82,22 @@ def test_third_party_files_in_the_cache_are_neither_counted_nor_removed(tmp_path
         assert dataset.cache._folders[0].num_bytes.tolist() == expected and dataset.cache.usage() == limit
 
 
-def made_up(folder: Path, table: ShardTable, **arguments) -> BatchDataset:
-    """A stage of which only the index is there."""
-    folder.mkdir(exist_ok=True)
-    (folder / "index.json").write_text(text_of([entry(0)]))
-    stream = RetryingStream(remote=str(folder), local=str(folder.with_name(f"{folder.name}-cache")), table=table)
-    return BatchDataset(streams=[stream], batch_size=8, num_canonical_nodes=1, **arguments)
-
-
 def test_a_fetch_asks_the_disk_for_no_other_shard(tmp_path, monkeypatch):
     """It asked for each of the dataset's shards, under a lock of the whole machine: 1.1 s at 100,000 shards."""
-    entries, content, last = [entry(number) for number in range(20)], bytes(60_000), 19
-    for number in (5, 6, last):
-        digest = xxhash.xxh64(content).hexdigest()
-        entries[number]["raw_data"] |= {"bytes": len(content), "hashes": {"xxh64": digest}}
-    table, stage, cache = build_table(entries), tmp_path / "stage", tmp_path / "stage-cache"
-    names = {number: str(table.names[number]) for number in (3, 5, 6, 7, last)}
-    earlier = [cache / names[number] for number in (3, 7)]
-    for path in [*earlier, *(stage / names[number] for number in (5, 6, last))]:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes(400_000) if path in earlier else content)
-    limit = len(text_of([entry(0)])) + 2 * 400_000 + 2 * len(content)
-    dataset = made_up(stage, table, cache_limit=limit)
-    calls: list[tuple[str, object]] = []
+    stage, cache = write_stage(tmp_path / "stage", 60), str(tmp_path / "cache")
+    dataset = BatchDataset(streams=[RetryingStream(remote=str(stage), local=cache)], batch_size=3, cache_limit=1 << 20)
+    asked: list[str] = []
     for name in ("stat", "lstat", "open", "scandir", "listdir"):
         real = getattr(os, name)
 
-        def record(path, *rest, name=name, real=real, **more):
-            calls.append((name, path))
+        def record(path, *rest, real=real, **more):
+            asked.append(str(path))
             return real(path, *rest, **more)
 
         monkeypatch.setattr(os, name, record)
-
-    def shards_asked() -> set[str]:
-        assert not [name for name, _ in calls if name in ("scandir", "listdir")]
-        texts = [os.fspath(path) for _, path in calls if not isinstance(path, int)]
-        calls.clear()
-        return {match[0] for text in texts if (match := re.search(r"part-\d+/shard\.\d+\.mds", text))}
-
-    for number in (5, last):  # there is room
-        dataset.cache.prepare_shard(number)
-        assert shards_asked() == {names[number]} and all(path.exists() for path in earlier)
-        calls.clear()
-    dataset.cache.prepare_shard(6)
-    assert shards_asked() <= {names[6], names[7]}
-    assert [path.exists() for path in earlier] == [True, False] and dataset.cache.usage() == limit - 340_000
+    dataset.cache.prepare_shard(5)
+    names = {match[0] for path in asked if (match := re.search(r"shard\.\d+\.mds", path))}
+    assert names == {"shard.00005.mds"} and cache not in asked
     dataset.close()
 
 
@@ -138,16 +106,15 @@ def test_a_stream_of_a_hundred_million_samples_takes_little_memory(tmp_path):
     one = build_table(entry(number, samples=5000) for number in range(200))
     names = ("kind_numbers", "samples", "raw_bytes", "zip_bytes", "names", "hashes", "zip_files")
     table = ShardTable(kinds=one.kinds, **{name: np.tile(getattr(one, name), 100) for name in names})
+    (tmp_path / "index.json").write_text(text_of([entry(0)]))
+    stream = RetryingStream(remote=str(tmp_path), local=str(tmp_path / "cache"), table=table)
     tracemalloc.start()
-    dataset = made_up(tmp_path / "stage", table)
+    dataset = BatchDataset(streams=[stream], batch_size=8, num_canonical_nodes=1)
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(dataset.shards) == 20_000 and dataset.cache.sample_ends[-1] == 100_000_000
     shard_ids, rows = dataset.cache.locate([99_999_999, 5000, 0])
     assert shard_ids.tolist() == [19_999, 1, 0] and rows.tolist() == [4999, 0, 0]
-    for outside in (-1, 100_000_000):
-        with pytest.raises(IndexError, match="the first is 0, the last 99999999"):
-            dataset.cache.locate([5, outside])
     assert kept < 8 * 2**20 and peak < 24 * 2**20
     dataset.close()
 
@@ -170,15 +137,12 @@ def test_shards_of_an_earlier_run_without_a_limit_are_all_read(tmp_path, monkeyp
         return try_lock(folder, number)
 
     monkeypatch.setattr(CacheFolder, "try_lock", lock_with_the_others)
-    threads = [
-        threading.Thread(target=dataset.cache.prepare_shard, args=(number,), name="all at once", daemon=True)
-        for number in range(num)
-    ]
+    options = {"name": "all at once", "daemon": True}
+    threads = [threading.Thread(target=dataset.cache.prepare_shard, args=(n,), **options) for n in range(num)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 30
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(10)
     assert not [thread for thread in threads if thread.is_alive()]
     assert ShardState.PREPARING not in dataset.cache.states and dataset.cache.usage() <= limit + largest
     dataset.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -23,51 +24,54 @@ FAMILY = load_family("sd2", "tiny", "stock")
 CPU = torch.device("cpu")
 
 
-LOADERS = []
+@pytest.fixture
+def loader_of():
+    """Build loaders that are closed when the test ends."""
+    with contextlib.ExitStack() as loaders:
 
+        def build(stage, *, batch: int = 8, seed: int = 1, family=FAMILY, **config):
+            section = DataConfig(local=str(stage), **{"workers": 0, **config})
+            given = dict(size=(64, 64), device_batch_size=batch, device=CPU, seed=seed)
+            return loaders.enter_context(contextlib.closing(build_data(section, family, **given).dataloader))
 
-@pytest.fixture(autouse=True)
-def close_loaders():
-    yield
-    while LOADERS:
-        LOADERS.pop().close()
-
-
-def loader_of(stage, *, batch: int = 8, workers: int = 0, seed: int = 1, size=(64, 64), family=FAMILY, **config):
-    section = DataConfig(local=str(stage), workers=workers, **config)
-    LOADERS.append(build_data(section, family, size=size, device_batch_size=batch, device=CPU, seed=seed).dataloader)
-    return LOADERS[-1]
+        yield build
 
 
 # --- batches ---
 
 
+def check_contract(batch, columns, num: int) -> None:
+    assert set(batch) == set(columns)
+    for name, column in columns.items():
+        assert batch[name].shape == (num, *column.shape) and batch[name].dtype == column.dtype
+
+
 @pytest.mark.parametrize(("variant", "workers"), [("stock", 2), ("mlperf", 0)])
-def test_streamed_batches_keep_the_contract_of_the_family(stage, workers, variant):
+def test_streamed_batches_keep_the_contract_of_the_family(stage, loader_of, workers, variant):
     family = load_family("sd2", "tiny", variant)
-    columns, loader = family.columns("images", (64, 64)), loader_of(stage, batch=10, workers=workers, family=family)
-    for _ in range(2):
-        batches = list(loader)
-        assert len(batches) == len(loader) == 48 // 10
-        for batch in batches:
-            assert set(batch) == set(columns)
-            for name, column in columns.items():
-                assert batch[name].shape == (10, *column.shape) and batch[name].dtype == column.dtype
+    loader = loader_of(stage, batch=10, workers=workers, family=family)
+    batches = list(loader)
+    assert len(batches) == len(loader) == 48 // 10
+    for batch in batches:
+        check_contract(batch, family.columns("images", (64, 64)), 10)
 
 
 def fingerprints(loader) -> list[list[int]]:
     return [[int(image.long().sum()) for image in batch["images"]] for batch in loader]
 
 
-def test_an_epoch_gives_every_sample_once_and_the_next_another_order(stage):
-    loader = loader_of(stage)
-    one, two = fingerprints(loader), fingerprints(loader)
-    assert len({value for batch in one for value in batch}) == 48
-    assert sorted(sum(one, [])) == sorted(sum(two, [])) and one != two
+def test_the_order_of_an_epoch_depends_on_the_seed_and_not_on_workers_or_a_resume(stage, loader_of):
+    whole, resumed = loader_of(stage), loader_of(stage, workers=2)
+    first, second = fingerprints(whole), fingerprints(whole)
+    assert len({value for batch in first for value in batch}) == 48
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) and first != second
+    resumed.resume(epoch=0, batch_in_epoch=4, global_batch_size=8)
+    assert fingerprints(resumed) == first[4:] and fingerprints(resumed) == second
+    assert fingerprints(loader_of(stage, workers=2)) == first != fingerprints(loader_of(stage, seed=2))
 
 
 @pytest.mark.timeout(60, func_only=True)
-def test_workers_end_in_the_middle_of_an_epoch(stage):
+def test_workers_end_in_the_middle_of_an_epoch(stage, loader_of):
     """Their streams have threads that would wait for a reader forever."""
     loader = loader_of(stage, batch=1, workers=2)
     assert next(iter(loader))["images"].shape == (1, 3, 64, 64)
@@ -77,7 +81,7 @@ def test_workers_end_in_the_middle_of_an_epoch(stage):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_that_ends_early_is_an_error(stage, workers):
+def test_an_epoch_that_ends_early_is_an_error(stage, loader_of, workers):
     """Whatever ended it: nothing may be trained on less than an epoch."""
     loader = loader_of(stage, workers=workers)
     loader.epoch_batches = 9
@@ -85,28 +89,16 @@ def test_an_epoch_that_ends_early_is_an_error(stage, workers):
         list(loader)
 
 
-def test_a_loader_resumes_in_the_middle_of_an_epoch_and_the_next_one_follows(stage):
-    whole, resumed = loader_of(stage), loader_of(stage)
-    first, second = fingerprints(whole), fingerprints(whole)
-    resumed.resume(epoch=0, batch_in_epoch=4, global_batch_size=8)
-    assert fingerprints(resumed) == first[4:] and fingerprints(resumed) == second
-
-
-def test_order_depends_on_the_seed_and_not_on_the_number_of_workers(stage):
-    alone, other = fingerprints(loader_of(stage)), fingerprints(loader_of(stage, seed=2))
-    assert fingerprints(loader_of(stage, workers=2)) == alone != other
-
-
 @pytest.mark.parametrize("stage_name", ["images", "moments"])
 def test_synthetic_batches_keep_the_contract_and_are_drawn_once_by_their_seed(stage_name):
     section = DataConfig(stage=stage_name, synthetic=True)
     batches = build_data(section, FAMILY, size=(64, 64), device_batch_size=4, device=CPU, seed=1).dataloader
     one, two = next(iter(batches)), next(iter(batches))
-    for name, column in FAMILY.columns(stage_name, (64, 64)).items():
-        assert one[name].shape == (4, *column.shape) and one[name].dtype == column.dtype
-        assert one[name] is two[name]
-        if column.below is not None:
-            assert int(one[name].min()) >= 0 and int(one[name].max()) < column.below
+    columns = FAMILY.columns(stage_name, (64, 64))
+    check_contract(one, columns, 4)
+    assert all(one[name] is two[name] for name in columns)
+    for name in (name for name, column in columns.items() if column.below is not None):
+        assert int(one[name].min()) >= 0 and int(one[name].max()) < columns[name].below
     assert one["tokens"].unique().numel() > 100
     same, other = (SyntheticBatches({"x": Column((3,), torch.float16)}, 2, CPU, seed).batch["x"] for seed in (1, 2))
     assert not torch.equal(same, other)
@@ -136,18 +128,15 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_broken_samples_are_named_and_replaced_so_that_every_batch_is_full(tmp_path, workers):
+def test_broken_samples_are_named_and_replaced_so_that_every_batch_is_full(tmp_path, loader_of, workers):
     out = stage_with(tmp_path, BROKEN)
     loader = loader_of(out, batch=4, workers=workers)
     assert [len(batch["images"]) for batch in loader] == [4, 4, 4, 4]
-    assert loader.bad_samples == {
-        3: ("003", "image of zero bytes"),
-        4: ("004", "not an image"),
-        9: ("009", "truncated or damaged image"),
-        15: ("015", "empty caption"),
-    }
+    reasons = ("image of zero bytes", "not an image", "truncated or damaged image", "empty caption")
+    bad = {int(key): (key, reason) for key, reason in zip(BROKEN, reasons, strict=True)}
+    assert loader.bad_samples == bad
     list(loader)  # the next epoch reads the same four again
-    assert len(loader.bad_samples) == 4
+    assert loader.bad_samples == bad
     with pytest.raises(ValueError) as error:
         list(loader_of(out, batch=16, max_bad_samples=3, shuffle=False))
     assert str(error.value) == (
@@ -159,8 +148,7 @@ def test_broken_samples_are_named_and_replaced_so_that_every_batch_is_full(tmp_p
 
 def moments_stage_with(out, broken: dict[int, float]):
     """Moments of 24 samples in two shards; `broken`: number -> a value of its that no encoder writes."""
-    family, random = load_family("sd2", "tiny", "stock"), np.random.default_rng(0)
-    columns = mds_columns(family, (64, 64), text={}, metadata=False)
+    random, columns = np.random.default_rng(0), mds_columns(FAMILY, (64, 64), text={}, metadata=False)
     with MDSWriter(out=str(out), columns=columns, hashes=[HASH], size_limit=1 << 14) as writer:
         for number in range(24):
             moments = random.normal(size=(8, 8, 8)).astype(np.float16)
@@ -171,37 +159,32 @@ def moments_stage_with(out, broken: dict[int, float]):
     return out
 
 
-def moments_loader(out, **config):
-    section = DataConfig(stage="moments", local=str(out), shuffle=False, **{"workers": 0, **config})
-    LOADERS.append(build_data(section, FAMILY, size=(64, 64), device_batch_size=6, device=CPU, seed=1).dataloader)
-    return LOADERS[-1]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_moments_that_are_not_finite_are_named_and_replaced_like_any_broken_sample(tmp_path, workers):
+def test_moments_that_are_not_finite_are_named_and_replaced_like_any_broken_sample(tmp_path, loader_of, workers):
     out = moments_stage_with(tmp_path / "out", {4: np.inf, 5: -np.inf, 15: np.nan, 23: -np.nan})
     last = sum(StreamingDataset(local=str(out), batch_size=1).samples_per_shard[:-1])
-    loader = moments_loader(out, workers=workers)
+    options = dict(stage="moments", shuffle=False, batch=6)
+    loader = loader_of(out, workers=workers, **options)
     batches = list(loader)
+    assert int(loader.dataset.memory.collected.sum()) == (4 if workers else 0)
     assert all(set(batch) == {"moments", "tokens"} and batch["moments"].isfinite().all() for batch in batches)
     numbers = [int(row[0]) for batch in batches for row in batch["tokens"]]
     assert numbers == [{4: 6, 5: 6, 15: 16, 23: last}.get(number, number) for number in range(24)]
     assert loader.bad_samples == {number: (f"{number:03d}", "moments are not finite") for number in (4, 5, 15, 23)}
     with pytest.raises(
-        ValueError, match="^data.max_bad_samples: 2 samples cannot be used, 1 are allowed. First: 004: mo"
+        ValueError, match="^data.max_bad_samples: 2 samples cannot be used, 1 are allowed. First: 004: "
     ):
-        list(moments_loader(out, max_bad_samples=1))
+        list(loader_of(out, max_bad_samples=1, **options))
 
 
-@pytest.mark.parametrize("kind", ["images", "moments"])
-def test_a_shard_without_a_good_sample_stops_the_run(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "reason"), [("images", "image of zero bytes"), ("moments", "moments are not finite")])
+def test_a_shard_without_a_good_sample_stops_the_run(tmp_path, loader_of, kind, reason):
     if kind == "moments":
-        loader = moments_loader(moments_stage_with(tmp_path / "out", dict.fromkeys(range(24), np.nan)))
+        out = moments_stage_with(tmp_path / "out", dict.fromkeys(range(24), np.nan))
     else:
-        loader = loader_of(stage_with(tmp_path, {f"{n:03d}": {"jpg": b""} for n in range(16)}), shuffle=False)
-    reason = {"moments": "moments are not finite", "images": "image of zero bytes"}[kind]
+        out = stage_with(tmp_path, {f"{number:03d}": {"jpg": b""} for number in range(16)})
     with pytest.raises((ValueError, StreamFailure)) as error:
-        list(loader)
+        list(loader_of(out, stage=kind, shuffle=False))
     assert str(error.value) == (
         f"data: no sample of shard 0 can be used (000: {reason}; 001: {reason}; 002: {reason}, ...). Make the stage again."
     )
@@ -238,25 +221,18 @@ def test_paths_that_do_not_fit_together_are_refused(stage, tmp_path):
         dict(remote=str(stage), local=str(loop)),  # common.files.write_problem refuses it
     ):
         assert problems_of(**fitting) == []
-    for section, problem in (
-        ({}, "data.remote: not given. Give a stage's folder or s3:// address, or data.synthetic=true."),
-        (dict(remote="s3://b/s", local="gs://b/c"), "data.local: gs://b/c is not a folder on this machine. "),
-        (dict(stage="moments", local=str(stage)), "data.stage: the config says 'moments', "),
-        (dict(remote=str(stage), local=str(stage)), f"data.local: {stage} is data.remote too. "),
-        (dict(remote=str(stage), local=str(link)), f"data.local: {link} is data.remote too. "),
-        (dict(remote=str(stage), local=str(stage / "cache")), f"data.local: {stage}/cache lies inside of the stage at"),
-        (
-            dict(remote=str(stage), local=str(link / "a/b")),
-            f"data.local: {link}/a/b lies inside of the stage at {stage}",
-        ),
-        (dict(remote=str(link), local=str(stage.parent)), f"data.local: {stage.parent} has the stage at {link} inside"),
-        (dict(local=str(stage), cache_limit="1gb"), "data.cache_limit: 1gb has no effect on a folder that is read in "),
-        (
-            dict(remote=str(stage), local="/nowhere/yet", cache_limit="10kb"),
-            "data.cache_limit: 10kb holds fewer than 4 of the largest shard (3",
-        ),
+    inside = f"lies inside of the stage at {stage}"
+    for remote, local, more, problem in (
+        (None, None, {}, "data.remote: not given. Give a stage's folder or s3:// address, or data.synthetic=true."),
+        ("s3://b/s", "gs://b/c", {}, "data.local: gs://b/c is not a folder on this machine. "),
+        (None, stage, {"stage": "moments"}, "data.stage: the config says 'moments', "),
+        (stage, link, {}, f"data.local: {link} is data.remote too. "),
+        (stage, link / "a/b", {}, f"data.local: {link}/a/b {inside}"),
+        (link, stage.parent, {}, f"data.local: {stage.parent} has the stage at {link} inside"),
+        (None, stage, {"cache_limit": "1gb"}, "data.cache_limit: 1gb has no effect on a folder that is read in "),
+        (stage, "/x/y", {"cache_limit": "10kb"}, "data.cache_limit: 10kb holds fewer than 4 of the largest shard (3"),
     ):
-        [text] = problems_of(**section)
+        [text] = problems_of(remote=remote and str(remote), local=local and str(local), **more)
         assert text.startswith(problem), text
 
 
@@ -276,19 +252,14 @@ def test_an_index_in_a_store_is_fetched_at_each_start_and_into_a_cold_cache(
 ):
     config, cache = dict(remote=in_store(stage, "once"), local=str(tmp_path), workers=0), tmp_path / "index.json"
     content = (stage / "index.json").read_bytes()
-
-    def start() -> None:
-        section = DataConfig(**config)
-        assert section.problems(8, {}) == []
-        given = dict(device_batch_size=8, device=CPU, seed=1, datasets=section.read())
-        loader = build_data(section.with_num_nodes(1), FAMILY, size=(64, 64), **given).dataloader
-        assert cache.read_bytes() == content
-        loader.close()
-
     for earlier in (None, content, b"[", content[:-1] + b" }"):
         if earlier is not None:
             cache.write_bytes(earlier)
-        start()
+        section = DataConfig(**config)
+        assert section.problems(8, {}) == []
+        given = dict(device_batch_size=8, device=CPU, seed=1, datasets=section.read())
+        build_data(section.with_num_nodes(1), FAMILY, size=(64, 64), **given).dataloader.close()
+        assert cache.read_bytes() == content
         assert indexes_fetched() == ["/easel/once/index.json"] * (1 if earlier == content else 2)
     store[0].put_object(Bucket="easel", Key="once/index.json", Body=content + b" ")
     [(key, text)] = DataConfig(**config).problems(8, {})  # though the cache has the right one

@@ -35,7 +35,7 @@ def test_the_seconds_of_a_restart_are_those_of_the_record():
     for kind, text in (("rank", "a killed rank"), ("node", "a lost node")):
         seconds = [each["seconds"] for each in made["rounds"] if each["kind"] == kind]
         median = f"{statistics.median(seconds):.0f} ({min(seconds):.0f} to {max(seconds):.0f})"
-        assert f"{median} s after {text}" in read_page("launching") and made["commit"]
+        assert f"{median} s after {text}" in read_page("launching")
 
 
 def test_the_counts_of_store_faults_are_those_of_the_committed_records_and_ours_are_all_good():
@@ -54,12 +54,11 @@ def test_the_counts_of_store_faults_are_those_of_the_committed_records_and_ours_
 def test_the_hours_of_a_run_from_scratch_are_those_of_the_records():
     page, runs = read_page("training-from-scratch"), record("from_scratch")["runs"]
     for name, run in runs.items():
-        speed, gpu_hours = (
+        speed, hours = (
             f"{run[key]:,.0f} ({run[f'{key}_low']:,.0f} to {run[f'{key}_high']:,.0f})"
             for key in ("images_per_sec", "gpu_hours")
         )
-        hours = f"{run['train_hours']:.0f} | {gpu_hours}"
-        assert f"| `{name}.yaml` | {run['images']:,} | {speed} | {hours} |" in page
+        assert f"| `{name}.yaml` | {run['images']:,} | {speed} | {run['train_hours']:.0f} | {hours} |" in page
     assert f"take {sum(run['days'] for run in runs.values()):.0f} days" in page
     images, moments = record("sd2_512/predecessor"), record("sd2_512/cudnn_benchmark")
     tflop = images["tflop_per_image"] - moments["tflop_per_image"]

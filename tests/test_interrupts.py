@@ -20,19 +20,15 @@ from checkpointing.files import FULL, list_checkpoints
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400, func_only=True)]
 
 AT_IMPORTS = {
-    "sweep.py none": "sweep.py: interrupted while no run was active. The same command does what is left.\n",
     "benchmark.py": "benchmark.py: interrupted before it began. The same command starts it again.\n",
-    "eval.py runs/none": "eval.py: interrupted before it began. The same command starts it again.\n",
     "-m prepare.shards in out": "prepare.shards: interrupted. What is done stays; the same command continues from there.\n",
 }
 
 
 @pytest.mark.parametrize(("words", "text"), AT_IMPORTS.items())
 def test_an_interrupt_in_the_imports_is_one_line(words, text):
-    command = [sys.executable, *words.split()]
-    with subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True
-    ) as process:  # cold, so that it has imports
+    command, options = [sys.executable, *words.split()], {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **options) as process:  # cold, so that it has imports
         while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)

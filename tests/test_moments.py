@@ -11,18 +11,16 @@ import numpy as np
 import pytest
 import torch
 from streaming import MDSWriter, StreamingDataset
-from test_reader import stream_of
 
 from mds.cache import ShardState
 from mds.dataset import write_metadata
-from mds.moments import FLIPPED_COLUMN, _find_non_finite
+from mds.fetch import RetryingStream
+from mds.moments import FLIPPED_COLUMN, MomentsDataset, _find_non_finite
 from mds.shard_file import DAMAGED, ShardError, ShardFile
 
 ARRAYS = {"moments": "ndarray:float16:8,4,4", "tokens": "ndarray:uint16:77"}
 LAYOUTS = {  # shards have their columns by name
-    "before": {"caption": "str", "key": "str"},
     "around": {"caption": "str", "key": "str", "number": "int", "title": "json", "weight": "float32"},
-    "behind": {"n": "int", "zone": "str"},
     "none": {"height": "int"},
     "mirrored": {"caption": "str", "key": "str", FLIPPED_COLUMN: ARRAYS["moments"]},
 }
@@ -31,10 +29,9 @@ LAYOUTS = {  # shards have their columns by name
 def row_of(number: int) -> dict:
     values = np.random.default_rng(number)
     moments, mirrored = values.normal(size=(2, 8, 4, 4)).astype(np.float16)
-    texts = dict.fromkeys(("caption", "zone"), "ä" * (number % 5))
-    numbers = {"number": number, "n": -number, "height": 1, "weight": np.float32(number)}
     arrays = {"moments": moments, FLIPPED_COLUMN: mirrored, "tokens": values.integers(0, 49408, 77).astype(np.uint16)}
-    return {**arrays, **texts, **numbers, "key": f"{number:03d}", "title": [number] * (number % 3)}
+    numbers = {"number": number, "height": 1, "weight": np.float32(number), "title": [number] * (number % 3)}
+    return {**arrays, **numbers, "caption": "ä" * (number % 5), "key": f"{number:03d}"}
 
 
 def write_stage(out: Path, more: dict[str, str], num: int, size_limit: int = 4096) -> Path:
@@ -46,6 +43,11 @@ def write_stage(out: Path, more: dict[str, str], num: int, size_limit: int = 409
     return out
 
 
+def stream_of(stage: Path, **options) -> MomentsDataset:
+    columns = {"moments": ((8, 4, 4), "float16", "float16"), "tokens": ((77,), "uint16", "int64")}
+    return MomentsDataset(columns=[columns], streams=[RetryingStream(local=str(stage))], batch_size=5, **options)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_columns_are_read_wherever_they_lie_in_a_row(tmp_path, layout):
     stage = write_stage(tmp_path / "stage", LAYOUTS[layout], 30)
@@ -54,10 +56,8 @@ def test_columns_are_read_wherever_they_lie_in_a_row(tmp_path, layout):
     batch = dataset.read_batch(np.array(numbers))
     assert {type(each) for each in batch.values()} == {torch.Tensor, list} and batch["bad"] == []
     for place, number in enumerate(numbers):
-        is_flipped = layout == "mirrored" and dataset.draw(number).is_flipped
-        assert np.array_equal(
-            batch["moments"][place].numpy(), plain[number][FLIPPED_COLUMN if is_flipped else "moments"]
-        )
+        name = FLIPPED_COLUMN if layout == "mirrored" and dataset.draw(number).is_flipped else "moments"
+        assert np.array_equal(batch["moments"][place].numpy(), plain[number][name])
         assert np.array_equal(batch["tokens"][place].numpy(), plain[number]["tokens"])
     shard, theirs = dataset.shards[0], plain.shards[0]
     with ShardFile(shard) as file:
@@ -76,9 +76,8 @@ def test_every_float16_that_is_not_finite_is_found_and_no_other():
     assert _find_non_finite(np.ones((4, 2), np.uint16)) == []
 
 
-def of_row(change):
-    """Change the bytes of a row, within its shard."""
-    return lambda data, begin: data[:begin] + change(data[begin:])
+def at_row_2(size: int):
+    return lambda data, begin: data[:begin] + struct.pack("<I", size) + data[begin + 4 :]
 
 
 OTHER_COUNTS = (lambda data, begin: data[:9], lambda data, begin: b"\5" + data[1:], lambda data, begin: b"")
@@ -88,15 +87,14 @@ OTHER_COUNTS = (lambda data, begin: data[:9], lambda data, begin: b"\5" + data[1
     ("change", "what"),
     [
         (lambda data, begin: data[: begin + 300], "it ends within row 2"),
-        (of_row(lambda row: struct.pack("<I", 7) + row[4:]), "row 2 is not as long as its columns"),
-        (of_row(lambda row: struct.pack("<I", 2**32 - 1) + row[4:]), "row 2 is not as long as its columns"),
+        *((at_row_2(size), "row 2 is not as long as its columns") for size in (7, 2**32 - 1)),
         (lambda data, begin: data[:12] + bytes(4) + data[16:], "it ends within row 1"),  # where row 2 begins
         (lambda data, begin: data[:16] + b"\xff" * 4 + data[20:], "it ends within row 2"),
         *((change, "it has another number of rows than index.json says") for change in OTHER_COUNTS),
     ],
 )
 def test_a_row_that_is_damaged_after_its_shard_was_opened_is_named(tmp_path, change, what):
-    stage = write_stage(tmp_path / "stage", LAYOUTS["before"], 30)
+    stage = write_stage(tmp_path / "stage", LAYOUTS["around"], 30)
     dataset, path = stream_of(stage), stage / "shard.00000.mds"
     dataset.cache.ensure_shard(0)
     data = path.read_bytes()
@@ -106,16 +104,10 @@ def test_a_row_that_is_damaged_after_its_shard_was_opened_is_named(tmp_path, cha
     assert str(error.value) == f"{path} is damaged: {what}. {DAMAGED}"
 
 
-@pytest.fixture(scope="module")
-def many(tmp_path_factory):
-    """2,000 shards of one row."""
-    return write_stage(tmp_path_factory.mktemp("many") / "stage", {"key": "str"}, 2000, size_limit=1000)
-
-
 @pytest.mark.timeout(60, func_only=True)
-def test_reading_through_many_shards_leaves_nothing_of_them_in_memory(many):
+def test_reading_through_many_shards_leaves_nothing_of_them_in_memory(tmp_path):
     """What is kept of a shard is kept 400,000 times in an epoch of 400 million samples, by each of a node's 32 workers."""
-    dataset = stream_of(many)
+    dataset = stream_of(write_stage(tmp_path / "stage", {"key": "str"}, 2000, size_limit=1000))
     assert len(dataset.shards) == 2000
     dataset.cache.states[:] = ShardState.LOCAL  # as if each were opened, which takes seconds
     batches = np.random.default_rng(0).permutation(2000).reshape(-1, 50)

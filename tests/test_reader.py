@@ -10,66 +10,40 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import in_child
-from streaming import MDSWriter, StreamingDataset
 from streaming.base.hashing import get_hash
-from test_cache_space import bytes_of_shards
+from test_cache_space import COLUMNS, bytes_of_shards, write_stage
 
 from mds import fetch, reader
 from mds.cache import PREPARING, REMOTE
-from mds.dataset import read_dataset, write_metadata
+from mds.dataset import read_dataset
 from mds.fetch import FetchCancelled, RetryingStream, StreamFailure
 from mds.moments import MomentsDataset
-from mds.reader import BatchDataset
 
-
-def test_store_connections_are_closed_before_workers_can_inherit_them(stage, in_store, tmp_path):
-    """A forked worker would share the parent's socket: wrong data from a healthy store."""
-    stream = RetryingStream(remote=in_store(stage, "connections"), local=str(tmp_path / "cache"))
-    stream.fetch_index()
-    assert stream.client._client is not None
-    dataset = BatchDataset(streams=[stream], batch_size=4)
-    assert dataset.streams == [stream] and stream.client._client is None
-    dataset.close()
-
-
-# --- moments in batches ---
-
-COLUMNS = {"moments": ((8, 4, 4), "float16", "float16"), "tokens": ((77,), "uint16", "int64")}
-
-
-def moments_row(number: int) -> dict:
-    values = np.random.default_rng(number)
-    return {
-        "moments": values.normal(size=(8, 4, 4)).astype(np.float16),
-        "tokens": values.integers(0, 49408, 77).astype(np.uint16),
-        "caption": "ä" * (number % 5),  # rows of several lengths, an empty column among them
-        "key": f"{number:03d}",
-        "metadata": {"number": number},
-    }
+ORDER = {"shuffle": True, "shuffle_seed": 3, "num_canonical_nodes": 1}
+BATCHES = 9
 
 
 @pytest.fixture(scope="module")
 def moments(tmp_path_factory):
-    """47 rows in several shards, with columns of fixed and of varying size around one another."""
-    out = tmp_path_factory.mktemp("moments") / "stage"
-    columns = {"moments": "ndarray:float16:8,4,4", "tokens": "ndarray:uint16:77", "caption": "str", "key": "str"}
-    with MDSWriter(out=str(out), columns={**columns, "metadata": "json"}, hashes=["xxh64"], size_limit=4096) as writer:
-        for number in range(47):
-            writer.write(moments_row(number))
-    write_metadata(out, "moments", {})
-    return out
+    """47 rows in 16 shards."""
+    return write_stage(tmp_path_factory.mktemp("moments") / "stage", 47)
 
 
-def hash_of(path: Path) -> str:
-    return get_hash("xxh64", path.read_bytes())
+@pytest.fixture
+def copy(moments, tmp_path):
+    return shutil.copytree(moments, tmp_path / "stage")
+
+
+@pytest.fixture
+def quick_retries(monkeypatch):
+    monkeypatch.setattr(fetch, "RETRY_WAITS_SEC", (0.01, 0.01))
 
 
 def stream_of(location, *, remote=None, index_sha256=None, **arguments) -> MomentsDataset:
-    stream = RetryingStream(remote=remote, local=str(location), index_sha256=index_sha256)
+    stream = RetryingStream(remote=remote and str(remote), local=str(location), index_sha256=index_sha256)
     return MomentsDataset(columns=[COLUMNS], streams=[stream], batch_size=5, **arguments)
 
 
@@ -86,39 +60,35 @@ def sizes_of(stage: Path) -> tuple[int, list[int]]:
     return (stage / "index.json").stat().st_size, [path.stat().st_size for path in sorted(stage.glob("shard.*.mds"))]
 
 
-ORDER = {"shuffle": True, "shuffle_seed": 3, "num_canonical_nodes": 1}
-
-
 def read_all(location, **arguments) -> list[dict]:
     """Read an epoch, as a run that ends after it."""
     with contextlib.closing(stream_of(location, **arguments)) as dataset:
         return list(dataset)
 
 
-def test_an_iteration_gives_whole_batches_in_the_order_of_plain_streaming(moments):
-    expected = [row["moments"] for row in StreamingDataset(local=str(moments), batch_size=5, **ORDER)]
-    rows = [row for batch in stream_of(moments, **ORDER) for row in batch["moments"].numpy()]
-    assert len(rows) == 45 and all(map(np.array_equal, rows, expected))
-
-
-def test_it_resumes_within_an_epoch_at_the_next_batch(moments):
-    whole, resumed = stream_of(moments, **ORDER), stream_of(moments, **ORDER)
-    epochs = [moments_of(whole) for _ in range(3)]
-    resumed.resume(epoch=1, samples=15)
-    assert same(moments_of(resumed), epochs[1][3:]) and same(moments_of(resumed), epochs[2])
+def test_store_connections_are_closed_before_workers_can_inherit_them(moments, in_store, tmp_path):
+    """A forked worker would share the parent's socket: wrong data from a healthy store."""
+    dataset = stream_of(tmp_path / "cache", remote=in_store(moments, "connections"))
+    [stream] = dataset.streams
+    stream.fetch_index()
+    assert stream.client._client is not None
+    dataset = MomentsDataset(columns=[COLUMNS], streams=[stream], batch_size=5)
+    assert dataset.streams == [stream] and stream.client._client is None
+    dataset.close()
 
 
 @pytest.mark.parametrize("name", ["shard.00003.mds", "index.json"])
 def test_a_folder_with_the_name_of_a_file_of_the_dataset_is_refused_at_once(moments, tmp_path, name):
-    cache = tmp_path / "cache"
-    (cache / name).mkdir(parents=True)
-    with pytest.raises(StreamFailure, match=f"^data: {cache}/{name} is not a file, but the stage has one of that name"):
-        stream_of(cache, remote=str(moments)).read_batch(range(47))
+    (tmp_path / name).mkdir()
+    with pytest.raises(
+        StreamFailure, match=f"^data: {tmp_path}/{name} is not a file, but the stage has one of that name"
+    ):
+        stream_of(tmp_path, remote=moments).read_batch(range(47))
 
 
 def test_a_shard_that_another_process_gave_up_is_fetched_by_the_next_reader(moments, tmp_path):
     """The reader waited forever: nobody else asks for it again."""
-    dataset = stream_of(tmp_path / "cache", remote=str(moments))
+    dataset = stream_of(tmp_path, remote=moments)
     dataset.cache.states[2] = PREPARING
     batches = iter(dataset)
     first = next(batches)
@@ -129,95 +99,66 @@ def test_a_shard_that_another_process_gave_up_is_fetched_by_the_next_reader(mome
 def test_a_cache_that_fits_its_limit_is_read_again_without_fetching(moments, tmp_path, monkeypatch):
     """A shard that was there counted twice, and was removed just before it was opened."""
     index, shards = sizes_of(moments)
-    limit = sum(shards) + index + 100
-    assert len(read_all(tmp_path / "cache", remote=str(moments), cache_limit=limit)) == 9
-    fetched_again = []
-    with each_download(monkeypatch, fetched_again.append, tmp_path):
-        assert len(read_all(tmp_path / "cache", remote=str(moments), cache_limit=limit)) == 9
-    assert fetched_again == []
-
-
-def test_room_is_made_for_the_wanted_shard_among_those_of_earlier_runs(moments, tmp_path):
-    """One byte is too few for all: the last shard is evicted, and no other."""
-    cache, (index, sizes) = tmp_path / "cache", sizes_of(moments)
-    assert len(read_all(cache, remote=str(moments))) == 9
-    (cache / "shard.00000.mds").unlink()
-    stream_of(cache, remote=str(moments), cache_limit=sum(sizes) + index - 1).cache.prepare_shard(0)
-    assert [path.name for path in sorted(cache.glob("shard.*.mds"))] == sources_of(moments)[:-1]
+    limit, fetched = sum(shards) + index + 100, []
+    with each_download(monkeypatch, fetched.append, tmp_path):
+        for _ in range(2):
+            assert len(read_all(tmp_path, remote=moments, cache_limit=limit)) == BATCHES
+    assert sorted(fetched) == [path.name for path in sorted(moments.glob("shard.*.mds"))]
 
 
 def flip(data: bytes) -> bytes:
     return data[:-9] + b"\7" + data[-8:]
 
 
-def test_a_shard_that_left_the_cache_is_fetched_again(moments, tmp_path):
-    dataset = stream_of(tmp_path / "cache", remote=str(moments))
-    one = dataset.read_batch([0, 10, 20, 30, 40])
-    for path in (tmp_path / "cache").rglob("shard.*.mds"):
-        path.unlink()
-    assert torch.equal(dataset.read_batch([0, 10, 20, 30, 40])["moments"], one["moments"])
-
-
 @pytest.mark.timeout(60, func_only=True)
-def test_a_damaged_shard_of_the_cache_is_fetched_again(moments, tmp_path, capsys):
+def test_a_damaged_shard_of_the_cache_or_one_that_left_it_is_fetched_again(moments, tmp_path, capsys):
     """Streaming itself only checks that a cached file exists."""
-    whole = moments_of(read_all(tmp_path / "cache", remote=str(moments)))
-    shards = sorted((tmp_path / "cache").glob("shard.*.mds"))
+    dataset = stream_of(tmp_path, remote=moments)
+    whole = moments_of(dataset)
+    for path in tmp_path.glob("shard.*.mds"):
+        path.unlink()
+    assert same(moments_of(dataset), whole)
+    dataset.close()
+    shards = sorted(tmp_path.glob("shard.*.mds"))
     for shard, damage in zip(shards[1:], (flip, lambda data: data[:-100], lambda data: b""), strict=False):
         shard.write_bytes(damage(shard.read_bytes()))
-    assert same(moments_of(read_all(tmp_path / "cache", remote=str(moments))), whole)
+    assert same(moments_of(read_all(tmp_path, remote=moments)), whole)
     lines = sorted(line for line in capsys.readouterr().err.splitlines() if "fetched again" in line)
     assert len(lines) == 3 and lines[0].startswith(f"data: {shards[1]} is damaged: its xxh64 is ")
     assert all(shard.read_bytes() == (moments / shard.name).read_bytes() for shard in shards)
 
 
-def test_a_shard_that_stays_damaged_stops_the_run_with_both_digests(moments, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch, "RETRY_WAITS_SEC", (0.01, 0.01))
-    shard = shutil.copytree(moments, tmp_path / "stage") / "shard.00001.mds"
-    good = hash_of(shard)
-    shard.write_bytes(flip(shard.read_bytes()))
-    batches = list(itertools.islice(stream_of(tmp_path / "cache", remote=str(shard.parent)), 20))
-    assert {tuple(batch) for batch in batches[-3:]} == {("failure",)}  # each further batch says the same
-    [text] = batches[-1]["failure"]
-    assert text == (
-        f"data: {shard} is damaged: its xxh64 is {hash_of(shard)}, that of the stage is {good}, in 3 tries. Make the stage "
-        "again, or copy it anew."
-    )
-
-
-def test_a_damaged_or_missing_shard_that_is_read_in_place_is_named_and_not_touched(moments, tmp_path):
-    shard = shutil.copytree(moments, tmp_path / "stage") / "shard.00000.mds"
-    content = shard.read_bytes()[:-100]
+def test_a_damaged_or_missing_shard_is_named_with_both_digests(copy, tmp_path, quick_retries):
+    """Fetched, it stops the run, and each further batch says the same; one that is read in place is not touched."""
+    shard = copy / "shard.00001.mds"
+    good, content = get_hash("xxh64", shard.read_bytes()), flip(shard.read_bytes())
     shard.write_bytes(content)
-    dataset = stream_of(shard.parent)
-    with pytest.raises(StreamFailure, match=f"^data: {shard} is damaged: its xxh64 is {hash_of(shard)}, that of "):
-        dataset.read_batch([0])
+    text = f"data: {shard} is damaged: its xxh64 is {get_hash('xxh64', content)}, that of the stage is {good}"
+    batches = list(itertools.islice(stream_of(tmp_path / "cache", remote=copy), 20))
+    failure = f"{text}, in 3 tries. Make the stage again, or copy it anew."
+    assert batches[-3:] == [{"failure": [failure]}] * 3
+    with pytest.raises(StreamFailure, match=f"^{text}"):
+        stream_of(copy).read_batch([3])
     assert shard.read_bytes() == content
     shard.unlink()
     with pytest.raises(StreamFailure, match=f"^data: {shard} is missing"):
-        stream_of(shard.parent).read_batch([0])
+        stream_of(copy).read_batch([3])
 
 
-@pytest.mark.parametrize("content", ["", '{"shards": [', None])
-def test_a_broken_index_in_the_cache_is_fetched_again(moments, tmp_path, content):
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    if content is not None:
-        (cache / "index.json").write_text(content)
-    dataset = stream_of(cache, remote=f"{moments}/", index_sha256=read_dataset(str(moments)).index_sha256)
-    assert dataset.streams[0].remote == str(moments)  # without the slash
-    assert (cache / "index.json").read_bytes() == (moments / "index.json").read_bytes()
-
-
-def test_files_of_killed_fetches_are_removed_and_nothing_else(moments, tmp_path):
-    cache = tmp_path / "cache"
-    cache.mkdir()
+@pytest.mark.parametrize("content", ['{"shards": [', None])
+def test_a_broken_index_in_the_cache_is_fetched_again_and_files_of_killed_fetches_are_removed(
+    moments, tmp_path, content
+):
     unfinished = ["shard.00000.mds.6eF9bC12", "shard.00001.mds.tmp", "index.json.tmp", "index.json.tmp.00ff00ff"]
     for name in [*unfinished, "notes.tmp", "shard.00000.mds.backup"]:
-        (cache / name).touch()
-    stream_of(cache, remote=str(moments))
+        (tmp_path / name).touch()
+    if content is not None:
+        (tmp_path / "index.json").write_text(content)
+    dataset = stream_of(tmp_path, remote=f"{moments}/", index_sha256=read_dataset(str(moments)).index_sha256)
+    assert dataset.streams[0].remote == str(moments)  # without the slash
+    assert (tmp_path / "index.json").read_bytes() == (moments / "index.json").read_bytes()
     names = {".cache_state", ".in_use", "index.json", "notes.tmp", "shard.00000.mds.backup"}
-    assert {path.name for path in cache.iterdir()} == names
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 class Away:
@@ -234,17 +175,15 @@ class Away:
     def clean_up(self) -> None:
         self.closed += 1
 
-
-def fetched(away: Away, local: Path, patience_sec: float = 60.0, is_wanted=lambda: True) -> None:
-    fetch.download_with_retries(
-        away, away.clean_up, "s3://b/x.mds", local, patience_sec=patience_sec, is_wanted=is_wanted
-    )
+    def fetch(self, local: Path, patience_sec: float = 60.0, is_wanted=lambda: True) -> None:
+        options = {"patience_sec": patience_sec, "is_wanted": is_wanted}
+        fetch.download_with_retries(self, self.clean_up, "s3://b/x.mds", local, **options)
 
 
 def test_an_unreachable_store_is_waited_for_and_logged(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fetch, "LOG_INTERVAL_SEC", 0.3)
     away = Away(2, ConnectionResetError("broken"))
-    fetched(away, tmp_path / "x.mds")
+    away.fetch(tmp_path / "x.mds")
     assert away.closed == 2  # a connection that failed is not used again
     lines = capsys.readouterr().err.splitlines()
     assert lines and all(line.startswith("data: ") and "waiting for s3://b/x.mds (" in line for line in lines)
@@ -252,17 +191,16 @@ def test_an_unreachable_store_is_waited_for_and_logged(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.timeout(60, func_only=True)
-def test_a_wait_for_a_store_ends(tmp_path, monkeypatch):
+def test_a_wait_for_a_store_ends(tmp_path, quick_retries):
     message = r"^data: s3://b/x.mds cannot be read: .* waited for 3 s \(data.patience_sec=2.5\).$"
     with pytest.raises(StreamFailure, match=message):
-        fetched(Away(99, ConnectionResetError("broken")), tmp_path / "x.mds", patience_sec=2.5)
-    monkeypatch.setattr(fetch, "RETRY_WAITS_SEC", (0.01, 0.01, 0.01))
+        Away(99, ConnectionResetError("broken")).fetch(tmp_path / "x.mds", patience_sec=2.5)
     missing = Away(99, FileNotFoundError("no such object"))
     with pytest.raises(StreamFailure, match="^data: s3://b/x.mds cannot be read: "):
-        fetched(missing, tmp_path / "x.mds")
-    assert missing.left == 99 - 4
+        missing.fetch(tmp_path / "x.mds")
+    assert missing.left == 99 - 3
     with pytest.raises(FetchCancelled):
-        fetched(Away(99, ConnectionResetError("broken")), tmp_path / "x.mds", is_wanted=lambda: False)
+        Away(99, ConnectionResetError("broken")).fetch(tmp_path / "x.mds", is_wanted=lambda: False)
 
 
 NO_SPACE = (errno.ENOSPC, "No space left on device")
@@ -272,16 +210,15 @@ NO_SPACE = (errno.ENOSPC, "No space left on device")
 @pytest.mark.parametrize("kind", ["of the client", "of a copy", "a file where a folder has to be"])
 def test_an_error_of_this_machines_disk_is_not_retried(tmp_path, kind):
     """It named the store, and was retried for ten minutes; shutil.copy names the file that it reads."""
+    local, text = tmp_path / "x.mds", NO_SPACE[1]
     error: Exception = RuntimeError("of the client")
     error.__cause__ = OSError(*NO_SPACE)
-    local = tmp_path / "x.mds"
     if kind == "of a copy":
         error = OSError(*NO_SPACE, "/data/stage/x.mds", None, str(tmp_path / "x.mds.tmp"))
     elif kind != "of the client":
-        error, local = FileExistsError(errno.EEXIST, "File exists", str(local)), local / "x.mds"
-    text = "File exists" if local.parent != tmp_path else NO_SPACE[1]
+        error, local, text = FileExistsError(errno.EEXIST, "File exists", str(local)), local / "x.mds", "File exists"
     with pytest.raises(StreamFailure) as caught:
-        fetched(Away(99, error), local)
+        Away(99, error).fetch(local)
     assert str(caught.value) == (
         f"data.local: {tmp_path}/x.mds: {text}, while x.mds was written. Make room, or give another folder or "
         "data.cache_limit."
@@ -290,7 +227,7 @@ def test_an_error_of_this_machines_disk_is_not_retried(tmp_path, kind):
 
 def test_a_failure_in_a_fetch_thread_is_that_of_the_iteration(moments, tmp_path, monkeypatch):
     """It would be logged there, and the epoch would end as if it were finished."""
-    dataset = stream_of(tmp_path / "cache", remote=str(moments))
+    dataset = stream_of(tmp_path, remote=moments)
 
     def fail(self, shard):
         raise KeyError("surprise")
@@ -300,24 +237,18 @@ def test_a_failure_in_a_fetch_thread_is_that_of_the_iteration(moments, tmp_path,
 
 
 @pytest.mark.timeout(90, func_only=True)
-def test_shards_that_fail_while_others_are_fetched_are_reported_once(moments, tmp_path, monkeypatch):
+def test_shards_that_fail_while_others_are_fetched_are_reported_once(copy, tmp_path, quick_retries):
     """Every further batch has the text of the first that failed; none is left as being fetched."""
-    monkeypatch.setattr(fetch, "RETRY_WAITS_SEC", (0.01,))
-    copy, names = shutil.copytree(moments, tmp_path / "stage"), sources_of(moments)
-    for name in names[2:4]:
-        (copy / name).unlink()
-    dataset = stream_of(tmp_path / "cache", remote=str(copy), predownload=40)
+    missing = [copy / "shard.00002.mds", copy / "shard.00003.mds"]
+    for path in missing:
+        path.unlink()
+    dataset = stream_of(tmp_path / "cache", remote=copy, predownload=40)
     batches = iter(dataset)
-    failures = {item["failure"][0] for item in (next(batches) for _ in range(12)) if "failure" in item}
-    [text] = failures
-    assert text.startswith(tuple(f"data: {copy}/{name} cannot be read: " for name in names[2:4]))
+    [text] = {item["failure"][0] for item in (next(batches) for _ in range(12)) if "failure" in item}
+    assert text.startswith(tuple(f"data: {path} cannot be read: " for path in missing))
     assert settled(lambda: PREPARING not in dataset.cache.states)
     batches.close()
     assert settled(lambda: not fetchers(dataset))
-
-
-def sources_of(stage: Path) -> list[str]:
-    return sorted(path.name for path in stage.glob("shard.*.mds"))
 
 
 @contextlib.contextmanager
@@ -352,7 +283,7 @@ def test_several_shards_are_fetched_at_once_and_all_are_cancelled_when_an_epoch_
     moments, tmp_path, monkeypatch
 ):
     """Each is between two tries at a store that is away; the rest of the queue is not begun."""
-    dataset, tried = stream_of(tmp_path / "cache", remote=str(moments), predownload=40), []
+    dataset, tried = stream_of(tmp_path, remote=moments, predownload=40), []
 
     def be_away(self, remote, local, timeout):
         tried.append(remote)
@@ -372,7 +303,7 @@ def test_several_shards_are_fetched_at_once_and_all_are_cancelled_when_an_epoch_
 @pytest.mark.timeout(60, func_only=True)
 def test_a_reader_that_is_not_wanted_does_not_wait_for_ever(moments, tmp_path):
     """A shard that a killed worker was fetching has no state that any thread would change."""
-    dataset = stream_of(tmp_path / "cache", remote=str(moments))
+    dataset = stream_of(tmp_path, remote=moments)
     dataset.cache.states[:] = PREPARING
     dataset.streams[0].is_wanted = lambda: False
     with pytest.raises(FetchCancelled, match="shard.00000.mds is not needed any longer"):
@@ -381,37 +312,30 @@ def test_a_reader_that_is_not_wanted_does_not_wait_for_ever(moments, tmp_path):
 
 def test_several_fetches_at_once_stay_within_a_limit_of_three_shards(moments, tmp_path, monkeypatch):
     """A fetch counts from its first byte on; one that is too early waits, and evicts nothing unread."""
-    cache, (index, sizes) = tmp_path / "cache", sizes_of(moments)
+    index, sizes = sizes_of(moments)
     limit, used = 3 * max(sizes) + index, []
-    dataset = stream_of(cache, remote=str(moments), cache_limit=limit, predownload=40, **ORDER)
+    dataset = stream_of(tmp_path, remote=moments, cache_limit=limit, predownload=40, **ORDER)
 
     def look(name):
-        wanted = dataset.shards[sources_of(moments).index(name)].max_bytes
+        wanted = dataset.shards[int(name[6:11])].max_bytes
         with dataset.cache._run.locked():  # no thread makes or takes room in the meantime
-            used.append((dataset.cache.usage() - index, bytes_of_shards(cache) + wanted))
+            used.append((dataset.cache.usage() - index, bytes_of_shards(tmp_path) + wanted))
         time.sleep(0.02)
 
     with each_download(monkeypatch, look, tmp_path):
         assert same(moments_of(dataset), moments_of(stream_of(moments, **ORDER)))
     for counted in map(max, zip(*used, strict=True)):  # by the dataset, and on the disk
         assert max(sizes) < counted <= 3 * max(sizes)
-    assert bytes_of_shards(cache) + index == dataset.cache.usage() <= limit
-
-
-def test_a_limit_without_room_for_a_shard_and_the_index_is_refused(moments, tmp_path):
-    dataset = stream_of(tmp_path / "cache", remote=str(moments), cache_limit=1000)
-    index, sizes = sizes_of(moments)
-    text = f"^data.cache_limit: 1,000 bytes .*{sizes[0]:,} next to index.json .{index:,} bytes"
+    assert bytes_of_shards(tmp_path) + index == dataset.cache.usage() <= limit
+    text = f"^data.cache_limit: 900 bytes .*{sizes[0]:,} next to index.json .{index:,} bytes"
     with pytest.raises(StreamFailure, match=text):
-        dataset.cache.ensure_shard(0)
+        stream_of(tmp_path / "small", remote=moments, cache_limit=900).cache.ensure_shard(0)
 
 
-def test_a_reader_gives_the_reason_that_another_process_found(moments, tmp_path, monkeypatch):
+def test_a_reader_gives_the_reason_that_another_process_found(moments, copy, tmp_path, quick_retries):
     """Of two workers of a rank, the one that fetched nothing may give the next batch: its message named no cause."""
-    monkeypatch.setattr(fetch, "RETRY_WAITS_SEC", (0.01,))
-    copy = shutil.copytree(moments, tmp_path / "stage")
     (copy / "shard.00002.mds").unlink()
-    dataset = stream_of(tmp_path / "cache", remote=str(copy))
+    dataset = stream_of(tmp_path / "cache", remote=copy)
 
     def fail_to_fetch() -> int:
         try:
@@ -423,7 +347,7 @@ def test_a_reader_gives_the_reason_that_another_process_found(moments, tmp_path,
 
     assert in_child(fail_to_fetch) == 7
     shutil.copy(moments / "shard.00002.mds", copy)
-    *_, last = itertools.islice(dataset, 9)
+    *_, last = itertools.islice(dataset, BATCHES)
     assert last == {"failure": [(tmp_path / "reason").read_text()]}
     assert last["failure"][0].startswith(f"data: {copy}/shard.00002.mds cannot be read: ")
-    assert len(read_all(tmp_path / "cache", remote=str(copy))) == 9  # another run asks anew
+    assert len(read_all(tmp_path / "cache", remote=copy)) == BATCHES  # another run asks anew

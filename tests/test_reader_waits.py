@@ -1,17 +1,19 @@
-"""mds/loader.py: a wait for a batch lasts as long as data arrives, and ends when none does, or at a call."""
+"""mds/loader.py: a wait lasts as long as data arrives, and ends when none does, or at a call; memory is used again."""
 
 from __future__ import annotations
 
 import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 from test_cache_space import COLUMNS, write_stage
 from torch.utils.data import DataLoader, Dataset
 
 from mds import loader as mds_loader
 from mds.fetch import RetryingStream, StreamFailure
-from mds.loader import END, count_files_and_bytes, wait_for_batch
+from mds.loader import END, MAX_BUFFERS, RECEIPT, BatchMemory, count_files_and_bytes, wait_for_batch
 from mds.moments import MomentsDataset
 
 
@@ -49,23 +51,9 @@ def test_a_slow_store_is_waited_for_as_long_as_something_arrives(batches, capsys
 
 def test_a_wait_in_which_nothing_arrives_ends_with_its_seconds(batches):
     assert wait_for_batch(batches, lambda: (1, 5), 0.5, nothing) == 0
-    with pytest.raises(
-        StreamFailure, match=r"^data: no batch for \d s, and nothing of the dataset has arrived for \d s: "
-    ):
+    text = r"^data: no batch for \d s, and nothing of the dataset has arrived for \d s: "
+    with pytest.raises(StreamFailure, match=text):
         wait_for_batch(batches, lambda: (1, 5), 0.5, nothing)
-
-
-def test_looks_at_a_large_cache_take_a_small_part_of_a_wait(batches):
-    """A walk over 100,000 files takes two seconds, and one followed the other: the first batch of a store came later."""
-    looks = []
-
-    def walk() -> tuple[int, int]:
-        time.sleep(0.3)
-        looks.append(time.monotonic())
-        return 1, len(looks)
-
-    assert [wait_for_batch(batches, walk, 60, nothing) for _ in range(2)] == [0, 1]
-    assert len(looks) <= 2
 
 
 def test_an_error_of_the_reader_is_raised_as_it_is():
@@ -89,36 +77,22 @@ def test_a_look_is_taken_before_a_wait_counts_as_one_for_nothing(batches):
 
 
 @pytest.mark.timeout(30, func_only=True)
-def test_a_signal_ends_a_wait(batches):
-    def stop() -> None:
-        raise SystemExit(143)
-
-    assert wait_for_batch(batches, lambda: (1, 5), 60, nothing) == 0
-    with pytest.raises(SystemExit):
-        wait_for_batch(batches, lambda: (1, 5), 60, stop)
-
-
-def test_a_signal_ends_a_wait_without_workers_too(monkeypatch):
-    """The batch is read in a thread, while the main one waits in slices; the next starts where it ended."""
-    monkeypatch.setattr(mds_loader, "SLICE_SEC", 0.1)
-    batches, waited = iter(DataLoader(Slow(), batch_size=None)), []
-    found = [wait_for_batch(batches, lambda: (1, 5), None, lambda: waited.append(1)) for _ in range(4)]
-    assert found == [0, 1, 2, END] and len(waited) >= 5
+@pytest.mark.parametrize("workers", [1, 0])
+def test_a_signal_ends_a_wait(batches, workers):
+    """Without workers the batch is read in a thread, while the main one waits in slices; the next starts where it ended."""
 
     def stop() -> None:
         raise SystemExit(143)
 
-    batches = iter(DataLoader(Slow(), batch_size=None))
-    assert wait_for_batch(batches, lambda: (1, 5), None, stop) == 0
+    limit = 60 if workers else None
+    batches = batches if workers else iter(DataLoader(Slow(), batch_size=None))
+    assert wait_for_batch(batches, lambda: (1, 5), limit, nothing) == 0
     with pytest.raises(SystemExit):
-        wait_for_batch(batches, lambda: (1, 5), None, stop)
-
-
-def test_unfinished_files_count(tmp_path):
-    (tmp_path / "part").mkdir()
-    (tmp_path / "part" / "shard.00000.mds.1a2b3c4d").write_bytes(b"123")
-    (tmp_path / "index.json").write_bytes(b"4567")
-    assert count_files_and_bytes([str(tmp_path)]) == (2, 7)
+        wait_for_batch(batches, lambda: (1, 5), limit, stop)
+    if not workers:
+        batches, waited = iter(DataLoader(Slow(), batch_size=None)), []
+        found = [wait_for_batch(batches, lambda: (1, 5), None, lambda: waited.append(1)) for _ in range(4)]
+        assert found == [0, 1, 2, END] and len(waited) >= 5
 
 
 def test_only_folders_that_shards_arrive_in_are_looked_at(tmp_path, monkeypatch):
@@ -133,3 +107,63 @@ def test_only_folders_that_shards_arrive_in_are_looked_at(tmp_path, monkeypatch)
     monkeypatch.setattr(stream, "read_batch", lambda ids: time.sleep(0.2) or read(ids))
     assert len(list(mds_loader.Loader(stream, epoch_batches=1, max_bad_samples=0))) == 1 and looked == [[cache]]
     stream.close()
+    monkeypatch.undo()
+    (tmp_path / "c" / "part").mkdir(parents=True)
+    (tmp_path / "c" / "part" / "shard.00000.mds.1a2b3c4d").write_bytes(b"123")
+    (tmp_path / "c" / "index.json").write_bytes(b"4567")
+    assert count_files_and_bytes([str(tmp_path / "c")]) == (2, 7), "unfinished files count"
+
+
+# --- memory: used again only when its batch has been copied ---
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """This process, as if it were loader worker 3."""
+    monkeypatch.setattr(mds_loader, "get_worker_info", lambda: SimpleNamespace(id=3))
+
+
+def test_memory_is_reused_when_its_batch_is_collected_and_not_before(worker):
+    memory, taken = BatchMemory(), []
+    for number in range(1, MAX_BUFFERS + 3):  # nothing is collected: two more than are kept
+        rows, entry = memory.allocate((4, 5), torch.uint8)
+        taken.append((rows.fill_(number), entry))
+        assert rows.is_shared() and entry == {RECEIPT: (3, number)}
+    pointers = {rows.data_ptr() for rows, _ in taken}
+    assert len(pointers) == MAX_BUFFERS + 2
+    batch = {"images": taken[0][0], **taken[0][1]}
+    memory.release(batch)
+    again, entry = memory.allocate((2, 5), torch.float16)  # a batch of another shape and type, and as many bytes
+    assert again.data_ptr() == taken[0][0].data_ptr() and entry == {RECEIPT: (3, MAX_BUFFERS + 3)}
+    again.fill_(-1.0)
+    assert batch.keys() == {"images"} and batch["images"].eq(1).all() and not batch["images"].is_shared()
+    assert memory.allocate((4, 5), torch.uint8)[0].data_ptr() not in pointers  # 2 is not collected
+    memory.release({"images": taken[1][0], **taken[1][1]})
+    assert memory.allocate((4096,), torch.float32)[0].data_ptr() not in pointers  # too small
+    assert all(rows.eq(number).all() for number, (rows, _) in enumerate(taken[1:], 2))
+
+
+def test_columns_are_cut_from_one_piece_and_come_back_by_themselves(worker):
+    memory, taken = BatchMemory(), []
+    columns = {"moments": ((3, 5), torch.float16), "tokens": ((3, 7), torch.int64), "none": ((0, 2), torch.float32)}
+    for number in range(1, MAX_BUFFERS + 1):
+        batch, entry = memory.allocate_columns(columns)
+        assert {name: (tuple(each.shape), each.dtype) for name, each in batch.items()} == columns
+        assert len({each.untyped_storage().data_ptr() for each in batch.values()}) == 1
+        assert entry == {RECEIPT: (3, number)}
+        assert all(each.is_contiguous() and each.is_shared() for each in batch.values())
+        assert [each.storage_offset() * each.itemsize for each in batch.values()] == [0, 64, 64 + 192]
+        batch["moments"].fill_(number), batch["tokens"].fill_(-number)
+        taken.append({**batch, **entry})
+    for number, batch in enumerate(taken, 1):
+        memory.release(batch)
+        assert batch["moments"].eq(number).all() and batch["tokens"].eq(-number).all() and RECEIPT not in batch
+        memory.allocate_columns(columns)[0]["tokens"].fill_(99)  # what was collected is nobody's memory but its own
+    assert all(batch["tokens"].eq(-number).all() for number, batch in enumerate(taken, 1))
+
+
+def test_a_worker_that_comes_after_another_waits_for_its_own_batches(worker):
+    memory = BatchMemory()
+    memory.collected[3] = 57  # by an earlier one
+    first, entry = memory.allocate((4,), torch.uint8)
+    assert entry == {RECEIPT: (3, 58)} and memory.allocate((4,), torch.uint8)[0].data_ptr() != first.data_ptr()

@@ -19,6 +19,7 @@ from test_checkpoints import same_training
 from callbacks.run_record import RunRecord
 from checkpointing.files import FULL, WEIGHTS, list_checkpoints, read_outline
 from checkpointing.sharded import fill_outline
+from run_folder.files import read_lines
 from tests.store.server import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500, func_only=True)]
@@ -71,8 +72,7 @@ def train_lose_and_go_on(words_of, folder: Path, ranks: str, *more: str) -> None
     assert f"resumes from batch {at}, {8 * at} images" in done.stderr
     last, unbroken = (list_checkpoints(folder / name / "checkpoints", FULL)[0] for name in ("a", "whole"))
     assert same_training(content_of(last), content_of(unbroken))
-    lines = [json.loads(line) for line in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["batch"] for line in lines] == list(range(1, 37))
+    assert [line["batch"] for line in read_lines(folder / "a" / "metrics.jsonl")] == list(range(1, 37))
     assert numbers(REMOTE, "a", FULL) == [36, 33] and numbers(REMOTE, "a", WEIGHTS) == [*range(288, 0, -32)]
     there = {name: size for name, size in stored(REMOTE, "a").items() if last.name in name}
     here = {path: path.stat().st_size for path in ([last] if last.is_file() else last.iterdir())}
@@ -91,29 +91,30 @@ def test_killed_and_its_folder_gone_the_same_command_goes_on_from_the_store_bit_
 @pytest.fixture
 def at_batch(monkeypatch):
     """Call these in the middle of a batch: number -> function."""
+    before, what = RunRecord.after_train_batch, {}
 
-    def calls(what: dict) -> None:
-        before = RunRecord.after_train_batch
+    def after_train_batch(self, state, logger):
+        before(self, state, logger)
+        what.get(state.timestamp.batch.value, lambda: None)()
 
-        def after_train_batch(self, state, logger):
-            before(self, state, logger)
-            what.get(state.timestamp.batch.value, lambda: None)()
+    monkeypatch.setattr(RunRecord, "after_train_batch", after_train_batch)
+    return what.update
 
-        monkeypatch.setattr(RunRecord, "after_train_batch", after_train_batch)
 
-    return calls
+def all_is_there(folder: Path) -> bool:
+    here = {name: len(content) for name, content in tree(folder).items() if name != ".lock"}
+    return stored(REMOTE, "a") == here
 
 
 def test_a_store_that_is_away_for_a_while_is_said_once_and_training_goes_on(words_of, s3, tmp_path, capsys, at_batch):
     at_batch({4: s3.stop, 12: lambda: time.sleep(4.0), 18: s3.start})
     assert main(*words_of(tmp_path, "a", "max_duration=24ba", f"save.remote={REMOTE}")) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("save.remote: ")]
-    assert len(said) == 2, said
-    assert said[0].startswith(f"save.remote: {REMOTE}/a cannot be written: ")
-    assert said[0].endswith(" Training continues, and the upload is tried again.")
-    assert said[1].startswith(f"save.remote: {REMOTE}/a is back after ")
-    there = {name: len(content) for name, content in tree(tmp_path / "a").items() if name != ".lock"}
-    assert stored(REMOTE, "a") == there and numbers(REMOTE, "a", FULL) == [24, 21]
+    [away, back] = said
+    assert away.startswith(f"save.remote: {REMOTE}/a cannot be written: ")
+    assert away.endswith(" Training continues, and the upload is tried again.")
+    assert back.startswith(f"save.remote: {REMOTE}/a is back after ")
+    assert all_is_there(tmp_path / "a") and numbers(REMOTE, "a", FULL) == [24, 21]
 
 
 def test_a_store_that_stays_away_ends_the_run_with_what_is_missing_and_the_same_command_uploads_it(
@@ -132,5 +133,4 @@ def test_a_store_that_stays_away_ends_the_run_with_what_is_missing_and_the_same_
     s3.start()
     assert main(*words) == 0
     assert "images_per_sec=" in capsys.readouterr().out
-    there = {name: len(content) for name, content in tree(tmp_path / "a").items() if name != ".lock"}
-    assert stored(REMOTE, "a") == there and numbers(REMOTE, "a", FULL) == [10, 9]
+    assert all_is_there(tmp_path / "a") and numbers(REMOTE, "a", FULL) == [10, 9]

@@ -13,6 +13,7 @@ from ranks import rendezvous
 from training import health, sharding
 from training.health import HealthConfig
 
+PARTS = {0: {"0.bias": 7}, 2: {"0.bias": 7}}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
 
@@ -45,12 +46,8 @@ class Ranks:
     def __init__(self, monkeypatch, num: int, changed: dict[int, dict[str, float]], ranks_per_copy: int = 1):
         monkeypatch.setattr(rendezvous, "_hosts", [f"n{rank // 2}" for rank in range(num)])
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-        self.replicas = ReplicaCheck(
-            self.model,
-            10,
-            ranks_per_copy=ranks_per_copy,
-            extra_tensors=lambda: {"ema.w": torch.ones(2), "vae.k": torch.ones(2)},
-        )
+        extra = {"ema.w": torch.ones(2), "vae.k": torch.ones(2)}
+        self.replicas = ReplicaCheck(self.model, 10, ranks_per_copy=ranks_per_copy, extra_tensors=lambda: extra)
         names = [name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())] + ["ema.w", "vae.k"]
         self.replicas._group = object()
         self.replicas._batch = 30
@@ -68,29 +65,24 @@ def test_equal_weights_pass_and_so_do_parts_that_differ_by_design(monkeypatch):
     assert ranks.replicas.last_equal_batch is None
     ranks.replicas.check()
     assert ranks.replicas.last_equal_batch == 30
-    Ranks(monkeypatch, 4, {0: {"0.bias": 7}, 2: {"0.bias": 7}}, ranks_per_copy=2).replicas.check()
+    Ranks(monkeypatch, 4, PARTS, ranks_per_copy=2).replicas.check()
 
 
-@pytest.mark.parametrize(
-    ("num", "changed", "copy", "output"),
-    [
-        (4, {2: {"1.weight": 1}}, 1, "rank 2 (n1) differ from those of the others, first in 1.weight;"),
-        (2, {1: {"vae.k": 5}}, 1, "rank 1 (n0) differ from those of rank 0 (n0), first in vae.k;"),
-        (
-            5,
-            {1: {"ema.w": 1}, 3: {"1.running_mean": 1}},
-            1,
-            "ranks 1 (n0), 3 (n1) differ from those of the others, first in 1.running_mean;",
-        ),
-        # Two copies over two ranks each: the second part of the second copy differs.
-        (
-            4,
-            {0: {"0.bias": 7}, 2: {"0.bias": 7}, 3: {"0.weight": 1}},
-            2,
-            "rank 3 (n1) differ from those of rank 1 (n0), first in 0.weight;",
-        ),
-    ],
-)
+DIFFERENT = [
+    (4, {2: {"1.weight": 1}}, 1, "rank 2 (n1) differ from those of the others, first in 1.weight;"),
+    (2, {1: {"vae.k": 5}}, 1, "rank 1 (n0) differ from those of rank 0 (n0), first in vae.k;"),
+    (
+        5,
+        {1: {"ema.w": 1}, 3: {"0.bias": 1}},
+        1,
+        "ranks 1 (n0), 3 (n1) differ from those of the others, first in 0.bias;",
+    ),
+    # Two copies over two ranks each: the second part of the second copy differs.
+    ((4, {**PARTS, 3: {"0.weight": 1}}, 2, "rank 3 (n1) differ from those of rank 1 (n0), first in 0.weight;")),
+]
+
+
+@pytest.mark.parametrize(("num", "changed", "copy", "output"), DIFFERENT)
 def test_ranks_that_differ_are_named_with_the_first_tensor(monkeypatch, num, changed, copy, output):
     ranks, titles = Ranks(monkeypatch, num, changed, copy), []
     monkeypatch.setattr(module, "alert", lambda loggers, title, text: titles.append(title))

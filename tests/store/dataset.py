@@ -68,3 +68,12 @@ def unlike_truth(moments: np.ndarray, tokens: np.ndarray) -> tuple[list[int], li
         if not same or moments[row].tobytes() != truth()["moments"][number].tobytes():
             wrong.append(number)
     return numbers, wrong
+
+
+class Stage:
+    """A written stage, and the content of its files by name."""
+
+    def __init__(self, folder: Path):
+        write(folder)
+        self.folder = folder
+        self.files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

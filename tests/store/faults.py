@@ -20,8 +20,8 @@ from typing import Any
 
 import xxhash
 
-from tests.store.dataset import NUM_SAMPLES
-from tests.store.reader_outcomes import LEFT, MISSED, RIGHT, Nursery, Orders, Reading, Verdict, judge
+from tests.store.dataset import NUM_SAMPLES, Stage
+from tests.store.reader_outcomes import LEFT, MISSED, RIGHT, Orders, Reading, Verdict, judge
 from tests.store.server import BUCKET, GUEST, SECRET, Store
 
 PREFIX = "stage"
@@ -52,10 +52,8 @@ class Round:
         cache: folder for data.local; not there yet.
     """
 
-    def __init__(
-        self, kind: str, number: int, store: Store, nursery: Nursery, folder: Path, orders: dict[bool, Orders]
-    ):
-        self.kind, self.number, self.store, self.nursery, self.folder = kind, number, store, nursery, folder
+    def __init__(self, kind: str, number: int, store: Store, stage: Stage, folder: Path, orders: dict[bool, Orders]):
+        self.kind, self.number, self.store, self.stage, self.folder = kind, number, store, stage, folder
         self.cache = folder / "cache"
         self.remote = f"s3://{BUCKET}/{PREFIX}"
         self.cause: list[set[str]] = []
@@ -74,7 +72,7 @@ class Round:
     @property
     def files(self) -> dict[str, bytes]:
         """The stage as it was written: name -> content."""
-        return self.nursery.files
+        return self.stage.files
 
     def start(self, *, index: bytes | None = None, cold: bool = False, **changes: Any) -> Reading:
         """Start the ranks.
@@ -94,7 +92,7 @@ class Round:
             if not cold and not Path(given["local"], "index.json").exists():
                 Path(given["local"]).mkdir(parents=True, exist_ok=True)
                 Path(given["local"], "index.json").write_bytes(self.files["index.json"] if index is None else index)
-        reading = Reading(self.nursery, self.kind, self.folder / f"reading{len(self._readings)}", **given)
+        reading = Reading(self.kind, self.folder / f"reading{len(self._readings)}", **given)
         self._readings.append((reading, given.get("shuffle", False)))
         return reading
 
@@ -108,7 +106,7 @@ class Round:
     def fill_cache(self) -> Verdict | None:
         """Fill the cache as a first run does; return what went wrong, if anything did."""
         if not self.is_ours:  # by hand: its own first run may go wrong, which is another row of the table
-            shutil.copytree(self.nursery.folder / "stage", self.cache)
+            shutil.copytree(self.stage.folder, self.cache)
             (self.cache / "dataset.json").unlink()
             return None
         verdict = self.finish(self.start(pace_sec=0.0))
@@ -157,18 +155,21 @@ def healthy(at: Round) -> Verdict:
     return at.finish(at.start(shuffle=True, cold=True), plain_sec=PLAIN_STALL_SEC)
 
 
-def stopped_for_a_while(at: Round) -> Verdict:
-    """Refused connections, then the same store again."""
+def _away_for_a_while(at: Round, leave: Callable[[], None], seconds: float) -> Verdict:
     at.cause = [{at.store.address, at.remote}]
-    reading = in_the_middle(at)
-    stopped = time.monotonic()
+    reading, began = in_the_middle(at), time.monotonic()
     with afterwards(at.store.heal):
-        at.store.stop()
-        time.sleep(max(0.0, AWAY_SEC - at.store.start_sec))
-    seconds = time.monotonic() - stopped
+        leave()
+        time.sleep(seconds)
+    seconds = time.monotonic() - began
     reading.look()
     happened = reading.progress < 1
     return missed_unless(happened, at.finish(reading, after_sec=seconds))
+
+
+def stopped_for_a_while(at: Round) -> Verdict:
+    """Refused connections, then the same store again."""
+    return _away_for_a_while(at, at.store.stop, max(0.0, AWAY_SEC - at.store.start_sec))
 
 
 def stopped_for_good(at: Round) -> Verdict:
@@ -182,14 +183,7 @@ def stopped_for_good(at: Round) -> Verdict:
 
 def frozen_for_a_while(at: Round) -> Verdict:
     """Connections are accepted and nothing is answered, then everything is."""
-    at.cause = [{at.store.address, at.remote}]
-    reading = in_the_middle(at)
-    with afterwards(at.store.heal):
-        at.store.freeze()
-        time.sleep(FROZEN_SEC)
-    reading.look()
-    happened = reading.progress < 1
-    return missed_unless(happened, at.finish(reading, after_sec=FROZEN_SEC))
+    return _away_for_a_while(at, at.store.freeze, FROZEN_SEC)
 
 
 def frozen_for_good(at: Round) -> Verdict:
@@ -285,25 +279,17 @@ def cached_shard(at: Round, change: Callable[[Path], None]) -> Verdict:
     return at.finish(at.start(pace_sec=0.0))
 
 
-def cached_shard_cut(at: Round) -> Verdict:
-    """A cached shard has lost its second half."""
-    return cached_shard(at, lambda path: os.truncate(path, path.stat().st_size // 2))
+def _flip(path: Path) -> None:
+    times = path.stat()
+    path.write_bytes(damage(path.read_bytes(), b"", 0))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def cached_shard_flipped(at: Round) -> Verdict:
-    """A bit of a cached shard has turned; a disk that does this leaves the file's size and time as they are."""
-
-    def flip(path: Path) -> None:
-        times = path.stat()
-        path.write_bytes(damage(path.read_bytes(), b"", 0))
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-
-    return cached_shard(at, flip)
-
-
-def cached_shard_emptied(at: Round) -> Verdict:
-    """A cached shard has no bytes."""
-    return cached_shard(at, lambda path: os.truncate(path, 0))
+CACHED_CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "cache_cut": ("truncated", lambda path: os.truncate(path, path.stat().st_size // 2)),
+    "cache_flipped": ("flipped", _flip),  # a disk that does this leaves the file's size and time as they are
+    "cache_emptied": ("empty", lambda path: os.truncate(path, 0)),
+}
 
 
 def cached_index_broken(at: Round) -> Verdict:
@@ -409,9 +395,10 @@ FAULTS = {
     "corrupted_for_good": Fault("object corrupted for good", corrupted_for_good, heals=False),
     "missing": Fault("object missing", missing, heals=False),
     "index": Fault("index.json broken on the store", broken_index, heals=False),
-    "cache_cut": Fault("cached shard truncated", cached_shard_cut),
-    "cache_flipped": Fault("cached shard flipped", cached_shard_flipped),
-    "cache_emptied": Fault("cached shard empty", cached_shard_emptied),
+    **{
+        name: Fault(f"cached shard {text}", lambda at, change=change: cached_shard(at, change))
+        for name, (text, change) in CACHED_CHANGES.items()
+    },
     "cache_index": Fault("cached index.json broken", cached_index_broken),
     "cache_leftovers": Fault("left-over temporary files in the cache", leftovers),
     "killed": Fault("trainer killed (-9), started again", killed),

@@ -88,11 +88,8 @@ class Store:
         self._relay: subprocess.Popen[bytes] | None = None
         # Ends and removes everything when this process is gone, in whatever way.
         guard = [str(HERE / "swift_s3.sh"), "guard", str(folder)]
-        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True, **self._quiet)
-
-    @property
-    def _quiet(self) -> dict[str, Any]:
-        return {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True, **quiet)
 
     @property
     def version(self) -> str:
@@ -117,14 +114,9 @@ class Store:
 
     def environment(self, user: str = USER, secret: str = SECRET, port: int | None = None) -> dict[str, str]:
         """Return the variables that lead a client there."""
-        return {
-            "S3_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}",
-            "AWS_ACCESS_KEY_ID": user,
-            "AWS_SECRET_ACCESS_KEY": secret,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "NO_PROXY": "127.0.0.1",
-        }
+        of_user = {"AWS_ACCESS_KEY_ID": user, "AWS_SECRET_ACCESS_KEY": secret, "AWS_DEFAULT_REGION": "us-east-1"}
+        address = {"S3_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}", "NO_PROXY": "127.0.0.1"}
+        return {**of_user, **address, "AWS_EC2_METADATA_DISABLED": "true"}
 
     # --- up and down ---
 
@@ -223,15 +215,9 @@ class Store:
         import boto3
         from botocore.config import Config
 
-        variables = self.environment()
-        client = boto3.client(
-            "s3",
-            endpoint_url=variables["S3_ENDPOINT_URL"],
-            aws_access_key_id=USER,
-            aws_secret_access_key=SECRET,
-            region_name="us-east-1",
-            config=Config(connect_timeout=5, read_timeout=30, retries={"max_attempts": 5}),
-        )
+        config = Config(connect_timeout=5, read_timeout=30, retries={"max_attempts": 5})
+        of_user = {"aws_access_key_id": USER, "aws_secret_access_key": SECRET, "region_name": "us-east-1"}
+        client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}", config=config, **of_user)
         client.create_bucket(Bucket=BUCKET)
         return client
 

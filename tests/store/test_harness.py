@@ -22,13 +22,11 @@ BAD = ("E", "shard.00001.mds has 4,096 bytes")
 class Read:
     """Two ranks that have read two batches of two samples each, as they should, unless told otherwise."""
 
-    epochs = 1
     started = 0.0
 
     def __init__(self, **changes):
         self.ranks = [
-            Rank(batches=[list(batch) for batch in batches], epochs=1, owed_batches=2, ended=True, status=0)
-            for batches in ORDER
+            Rank(batches=[list(batch) for batch in batches], owed_batches=2, ended=True, status=0) for batches in ORDER
         ]
         for name, value in changes.items():
             setattr(self.ranks[1], name, value)
