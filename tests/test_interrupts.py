@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT, run, started
-from test_checkpoints import newest, same_training
 from test_collectives import free_port
 
 from checkpointing.files import FULL, list_checkpoints
@@ -60,10 +59,10 @@ def words(miniature, tmp_path):
     return lambda name, *more: miniature.small(tmp_path, name, *own, *more)
 
 
-def test_ctrl_c_saves_the_last_batch_on_all_ranks_and_the_same_command_resumes_it(words, tmp_path):
-    """Both end after the same batch; the resumed run ends as the unbroken one."""
-    own = words("a", "max_duration=5000ba")
-    with started("composer", "-n", "2", "benchmark.py", *own, output=subprocess.PIPE) as process:
+def test_ctrl_c_saves_the_last_batch_on_all_ranks(words, tmp_path):
+    """Both end after the same batch. That such a run resumes to the bit: tests/test_stop_signals.py."""
+    command = ["composer", "-n", "2", "benchmark.py", *words("a", "max_duration=5000ba")]
+    with started(*command, output=subprocess.PIPE) as process:
         until(process, lambda: lines_in(tmp_path / "a" / "metrics.jsonl") > 2)
         message = interrupted(process)
     assert process.returncode == 130, message
@@ -73,11 +72,6 @@ def test_ctrl_c_saves_the_last_batch_on_all_ranks_and_the_same_command_resumes_i
     assert line in message and message.count("Traceback") == 1, message  # the launcher's
     assert message.index("SystemExit: 130") < message.index(line)
     assert (tmp_path / "a" / "page.html").is_file()
-    more = f"max_duration={batch + 3}ba"
-    resumed = run("composer", "-n", "2", "benchmark.py", *own, more)
-    assert resumed.returncode == 0 and f"resumes from batch {batch}, " in resumed.stderr, resumed.stderr
-    assert run("composer", "-n", "2", "benchmark.py", *words("whole", more)).returncode == 0
-    assert same_training(newest(tmp_path, "a"), newest(tmp_path, "whole"))
 
 
 def test_a_second_ctrl_c_ends_every_process_at_once(words, tmp_path):
