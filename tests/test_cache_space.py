@@ -8,6 +8,7 @@ import re
 import shutil
 import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -130,19 +131,14 @@ def test_shards_of_an_earlier_run_without_a_limit_are_all_read(tmp_path, monkeyp
     together, try_lock = threading.Barrier(num), CacheFolder.try_lock
 
     def lock_with_the_others(folder, number):
-        if threading.current_thread().name == "all at once" and not together.broken:
+        if threading.current_thread().name.startswith("all at once") and not together.broken:
             with contextlib.suppress(threading.BrokenBarrierError):
                 together.wait(5)
                 together.abort()
         return try_lock(folder, number)
 
     monkeypatch.setattr(CacheFolder, "try_lock", lock_with_the_others)
-    options = {"name": "all at once", "daemon": True}
-    threads = [threading.Thread(target=dataset.cache.prepare_shard, args=(n,), **options) for n in range(num)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert not [thread for thread in threads if thread.is_alive()]
+    with ThreadPoolExecutor(num, "all at once") as pool:
+        list(pool.map(dataset.cache.prepare_shard, range(num), timeout=30))
     assert ShardState.PREPARING not in dataset.cache.states and dataset.cache.usage() <= limit + largest
     dataset.close()

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -185,20 +186,16 @@ def test_a_forked_worker_opens_a_separate_connection(keeps_alive, kind):
 
 def download_at_once(client, address: str, out: Path) -> list[tuple[int, str]]:
     """Download eight objects in eight threads with one client; return what failed. As `fetch` does, clean up after that."""
-    together, failed = threading.Barrier(8), []
+    together = threading.Barrier(8)
 
-    def get(number: int) -> None:
+    def get(number: int) -> list[tuple[int, str]]:
         together.wait(LIMIT_SEC)
         try:
             client.download(f"{address}/{number}", str(out / str(number)), 20.0)
         except Exception as error:
-            failed.append((number, str(error)))
             client.clean_up()
+            return [(number, str(error))]
+        return []
 
-    threads = [threading.Thread(target=get, args=(number,), daemon=True) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_SEC)
-    assert not any(thread.is_alive() for thread in threads)
-    return failed
+    with ThreadPoolExecutor(8) as pool:
+        return sum(pool.map(get, range(8), timeout=LIMIT_SEC), [])
