@@ -109,8 +109,8 @@ WRONG = [
     ("hashes", "xxh64", "a list of names."),
     ("size_limit", "x", "null, or a number of bytes."),
     *(("column_names", names, "") for names in ([], ["a", "a"])),
-    (ENCODINGS, ["str"], ""),
-    *((ENCODINGS, [name] * 6, "enco") for name in (None, "string", "ndarray:float16:8,x", "pkl:x")),  # code in a pickle
+    *((ENCODINGS, value, "one for each of 6 columns.") for value in (["str"], [None] * 6)),
+    *((ENCODINGS, [name] * 6, "enco") for name in ("string", "ndarray:float16:8,x", "pkl:x")),  # code in a pickle
     ("column_sizes", SIZES, "[null, 8, null, null, null, 8], as these "),
 ]
 
