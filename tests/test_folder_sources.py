@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from conftest import sample_files, tree
 from test_shards import rows, skipped
 
-from prepare import addresses, shards, sources
+from prepare import shards, sources
 from prepare.sources import split_folder
 
 
@@ -27,28 +28,13 @@ def by_ten(monkeypatch):
     monkeypatch.setattr(sources, "SAMPLES_PER_PART", 10)
 
 
-def names_of(folder: Path) -> list[list[str]]:
-    return [list(part.sizes) for part in split_folder(folder)]
-
-
-def test_a_stopped_command_resumes_within_a_folder_and_any_number_of_workers_writes_the_same(
-    tmp_path, by_ten, monkeypatch, capsys
-):
+def test_a_folder_is_cut_into_parts_that_any_number_of_workers_writes_alike(tmp_path, by_ten, capsys):
     source, one, two = write_folder(tmp_path / "in", 25), tmp_path / "one", tmp_path / "two"
-    make_part = shards.make_shard_part
-
-    def stop_at_the_second(*arguments):
-        if arguments[-1]:
-            raise KeyboardInterrupt
-        return make_part(*arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shards, "make_shard_part", stop_at_the_second)
-        parts, config = split_folder(source), shards.ShardsConfig(workers=1)
-        shards.write_dataset(parts, addresses.open_address(str(one)), config, tmp_path)
+    assert shards.main([str(source), str(one), "workers=1"]) == shards.main([str(source), str(two), "workers=3"]) == 0
+    shutil.rmtree(one / "part-00001")
+    (one / "dataset.json").unlink()  # as if stopped
     assert shards.main([str(source), str(one), "workers=1"]) == 0
-    assert "1 of 3 parts are done already, the work continues" in capsys.readouterr().out
-    assert shards.main([str(source), str(two), "workers=3"]) == 0
+    assert "2 of 3 parts are done already, the work continues" in capsys.readouterr().out
     assert [row["key"] for row in rows(one)] == [f"{number:04d}" for number in range(25)]
     trees = [{name: data for name, data in tree(out).items() if not name.endswith("part.json")} for out in (one, two)]
     assert trees[0] == trees[1]  # part.json has measured times
@@ -60,7 +46,7 @@ def test_a_part_ends_after_so_many_samples_or_bytes_and_files_of_no_sample_make_
     names = ["a.html", "b.jpg", "b.json", "b.txt", "c.html", "d.jpg", "e.txt", "f.html", "g.mp4", "h.jpg", "i.log"]
     for name in names:
         (tmp_path / name).write_bytes(bytes(100 if name == "g.mp4" else 1))
-    assert names_of(tmp_path) == [names[:8], ["g.mp4"], ["h.jpg", "i.log"]]
+    assert [list(part.sizes) for part in split_folder(tmp_path)] == [names[:8], ["g.mp4"], ["h.jpg", "i.log"]]
 
 
 def test_links_pipes_and_huge_captions_cost_their_own_sample_alone(tmp_path, capsys):
@@ -83,15 +69,13 @@ def test_links_pipes_and_huge_captions_cost_their_own_sample_alone(tmp_path, cap
     assert "holds neither tars nor images nor tables" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("is_finished", [False, True])
-def test_a_folder_whose_files_changed_is_another_input(tmp_path, by_ten, capsys, is_finished):
+def test_a_folder_whose_files_changed_is_another_input(tmp_path, by_ten, capsys):
     source, out = write_folder(tmp_path / "in", 25), tmp_path / "out"
     words = [str(source), str(out), "workers=1"]
     assert shards.main(words) == 0
-    if not is_finished:
-        (out / "dataset.json").unlink()
     (source / "0003.txt").write_bytes(b"another caption than before")
-    before = tree(out)
-    assert shards.main(words) == 2 and tree(out) == before
-    state = "finished" if is_finished else "unfinished"
-    assert f"OUT: {out} holds the {state} work of another command: files in " in capsys.readouterr().err
+    for state in ("finished", "unfinished"):
+        before = tree(out)
+        assert shards.main(words) == 2 and tree(out) == before
+        assert f"OUT: {out} holds the {state} work of another command: files in " in capsys.readouterr().err
+        (out / "dataset.json").unlink(missing_ok=True)

