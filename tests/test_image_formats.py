@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import io
-import json
 import struct
 import zlib
 
 import numpy as np
 import pytest
 import torch
-from conftest import picture
 from PIL import Image, ImageCms
-from streaming import MDSWriter
 
-from evaluation.image_folder import list_images, read_image
-from families import load_family
-from mds.images import FORMATS, IMAGE_SUFFIXES, MAX_PIXELS, SampleError, decode_image, detect_format, open_image
-from mds.shard_table import Shard, build_table
+from evaluation.image_folder import read_image
+from mds.images import FORMATS, MAX_PIXELS, SampleError, decode_image, detect_format, open_image
 from prepare.coco import resize_image
 from prepare.laion.images import readable_by_opencv
-from prepare.look import read_and_measure
 
 
 def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -80,14 +74,6 @@ def test_sixteen_bits_of_a_tiff_are_scaled_and_more_are_refused():
             decode_image(encoded(Image.fromarray(levels), "TIFF"))
 
 
-def test_the_folder_of_an_evaluation_takes_the_same_kinds(tmp_path):
-    kinds = ("JPEG", "JPEG", "PNG", "WEBP", "AVIF", "BMP", "TIFF", "TIFF", "GIF")
-    for suffix, kind in zip(IMAGE_SUFFIXES, kinds, strict=True):
-        (tmp_path / f"a.{suffix}").write_bytes(picture(1, (20, 30), kind))
-    paths = list_images(tmp_path)
-    assert len(paths) == len(IMAGE_SUFFIXES) and all(read_image(path).shape == (3, 30, 20) for path in paths)
-
-
 # --- the limit of pixels ---
 
 
@@ -112,27 +98,19 @@ def rgba_png(bits: int, levels: tuple[int, ...], side: int = 16) -> bytes:
     return png_of(side, bits, row * side)
 
 
-READERS = {
-    "decode_image": decode_image,
-    "coco": lambda content: resize_image(content, 64, "PNG"),
-    "laion": lambda content: readable_by_opencv(content, keeps_bytes=True),
-}
-
-
 @pytest.mark.parametrize("side", [14_000, 9_460])  # PIL itself refuses the first, and only warns of the second
 def test_an_image_of_too_many_pixels_is_refused_by_its_header(side, tmp_path):
     assert side**2 > MAX_PIXELS
-    (tmp_path / "a.png").write_bytes(big_png(side))
-    for reader in READERS.values():
+    path, content = tmp_path / "a.png", big_png(side)
+    path.write_bytes(content)
+    for read in (
+        lambda: decode_image(content),
+        lambda: resize_image(content, 64, "PNG"),
+        lambda: readable_by_opencv(content, keeps_bytes=True),
+        lambda: read_image(path),
+    ):
         with pytest.raises(ValueError, match="too many pixels"):
-            reader(big_png(side))
-    with pytest.raises(ValueError, match="too many pixels"):
-        read_image(tmp_path / "a.png")
-    with MDSWriter(out=str(tmp_path / "mds"), columns={"jpg": "bytes"}) as writer:
-        writer.write({"jpg": big_png(side)})
-    index = json.loads((tmp_path / "mds" / "index.json").read_text())
-    shard = Shard(build_table(index["shards"]), 0, str(tmp_path / "mds"))
-    assert read_and_measure(load_family("sd2", "tiny", "stock"), shard, 0).problem == "too many pixels"
+            read()
 
 
 def tiled_tiff(tile: int) -> bytes:
@@ -180,11 +158,8 @@ def profile_of(space: bytes, tags: dict[bytes, bytes], connection: bytes = b"XYZ
         content += bytes(-len(content) % 4)
         table += name + struct.pack(">II", at + len(data), len(content))
         data += content
-    head = struct.pack(
-        ">I4sI4s4s4s12s4s", at + len(data), bytes(4), 0x02400000, b"mntr", space, connection, bytes(12), b"acsp"
-    )
-    head += bytes(28) + fixed(0.9642, 1.0, 0.8249)
-    return head.ljust(128, b"\0") + table + data
+    head = struct.pack(">I4xI4s4s4s12x4s28x", at + len(data), 0x02400000, b"mntr", space, connection, b"acsp")
+    return (head + fixed(0.9642, 1.0, 0.8249)).ljust(128, b"\0") + table + data
 
 
 def curve(gamma: float) -> bytes:
@@ -193,11 +168,8 @@ def curve(gamma: float) -> bytes:
 
 def rgb_profile(order: str = "rgb", gamma: float = 2.2) -> bytes:
     """order: of sRGB's primaries; `grb` shows red as green."""
-    tags = {
-        f"{name}XYZ".encode(): b"XYZ " + bytes(4) + fixed(*COLORANTS[own])
-        for name, own in zip("rgb", order, strict=True)
-    }
-    return profile_of(b"RGB ", tags | {f"{name}TRC".encode(): curve(gamma) for name in "rgb"})
+    tags = {b"%cXYZ" % name: b"XYZ " + bytes(4) + fixed(*COLORANTS[of]) for name, of in zip(b"rgb", order, strict=True)}
+    return profile_of(b"RGB ", tags | {b"%cTRC" % name: curve(gamma) for name in b"rgb"})
 
 
 def gray_profile(gamma: float = 1.0) -> bytes:
@@ -241,18 +213,16 @@ def test_a_color_of_another_profile_becomes_that_of_srgb(kind):
 
 @pytest.mark.parametrize("mode", ["L", "LA", "I;16"])
 def test_a_gray_profile_holds_for_gray_images(mode):
-    levels = np.full((8, 8), 128 * 257 if mode == "I;16" else 128, np.uint16 if mode == "I;16" else np.uint8)
-    image = Image.fromarray(levels)
-    content = encoded(image if mode == "I;16" else image.convert(mode), "PNG", icc_profile=gray_profile())
+    levels = np.full((8, 8), 128 * 257, np.uint16) if mode == "I;16" else np.full((8, 8), 128, np.uint8)
+    content = encoded(Image.fromarray(levels).convert(mode), "PNG", icc_profile=gray_profile())
     assert np.abs(middle(content) - 188).max() <= 1  # 255 * (1.055 * 0.502 ** (1 / 2.4) - 0.055)
 
 
 def test_a_profile_of_rgb_holds_for_gray_and_palettes_too():
-    gray = encoded(Image.new("L", (8, 8), 128), "JPEG", icc_profile=rgb_profile(gamma=1.0))
-    palette = encoded(Image.new("P", (8, 8), 0), "PNG", icc_profile=rgb_profile("grb"))
     red = Image.new("P", (8, 8), 0)
     red.putpalette([200, 0, 0])
-    assert np.abs(middle(gray) - 188).max() <= 2 and middle(palette).tolist() == [0, 0, 0]
+    gray = encoded(Image.new("L", (8, 8), 128), "JPEG", icc_profile=rgb_profile(gamma=1.0))
+    assert np.abs(middle(gray) - 188).max() <= 2
     assert np.abs(middle(encoded(red, "PNG", icc_profile=rgb_profile("grb"))) - [0, 200, 0]).max() <= 3
 
 
@@ -264,17 +234,19 @@ def test_a_profile_of_inks_holds_for_cmyk(kind):
     assert np.abs(middle(encoded(paper, kind, icc_profile=ink_profile())) - 255).max() <= 2
 
 
-@pytest.mark.parametrize(
-    "profile",
-    [SRGB, b"no profile", SRGB[:200], gray_profile(), ink_profile(), bytes(2**22 + 1)],
-    ids=["sRGB", "no profile", "cut", "gray", "inks", "large"],
-)
+@pytest.mark.parametrize("profile", ["sRGB", "no profile", "cut", "gray", "inks", "large"])
 def test_srgb_and_a_profile_without_use_change_nothing(profile):
     """A profile that is damaged, of other colors than the image, or huge: the sample is kept, as if it had none."""
-    for options in ({}, {"progressive": True}):
-        plain = encoded(noise((40, 30)), "JPEG", **options)
-        tagged = encoded(noise((40, 30)), "JPEG", icc_profile=profile, **options)
-        assert torch.equal(decode_image(tagged), decode_image(plain))
+    profiles = {
+        "sRGB": SRGB,
+        "cut": SRGB[:200],
+        "gray": gray_profile(),
+        "inks": ink_profile(),
+        "large": bytes(2**22 + 1),
+    }
+    plain = encoded(noise((40, 30)), "JPEG", progressive=True)
+    tagged = encoded(noise((40, 30)), "JPEG", icc_profile=profiles.get(profile, b"no profile"), progressive=True)
+    assert torch.equal(decode_image(tagged), decode_image(plain))
 
 
 def test_an_evaluation_ignores_profiles_as_pytorch_fid_does(tmp_path):

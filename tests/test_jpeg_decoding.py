@@ -65,9 +65,8 @@ def by_pil(monkeypatch):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_images_are_pils_to_the_bit_and_only_cmyk_and_rare_samplings_are_decoded_by_it(options, by_pil):
-    kinds = [("RGB", {"subsampling": subsampling}) for subsampling in range(3)] + [("L", {}), ("CMYK", {})]
-    for mode, sampling in kinds:
-        files = [jpeg(size, mode, **sampling, **options) for size in SIZES]
+    for mode, sampling in (("RGB", 0), ("RGB", 1), ("RGB", 2), ("L", 0), ("CMYK", 0)):
+        files = [jpeg(size, mode, subsampling=sampling, **options) for size in SIZES]
         ours = [decode_image(file) for file in files]
         assert by_pil == (SIZES if mode == "CMYK" else [])
         for image, file in zip(ours, files, strict=True):
@@ -116,10 +115,9 @@ def test_twenty_thousand_pixels_are_pils_and_their_square_is_refused():
         decode_image(bytes(square))
 
 
-@pytest.mark.parametrize("bits", [12, 16])
-def test_a_jpeg_of_more_bits_is_refused_as_by_pil(bits):
+def test_a_jpeg_of_more_bits_is_refused_as_by_pil():
     file = bytearray(jpeg((8, 8)))
-    file[file.index(b"\xff\xc0") + 4] = bits
+    file[file.index(b"\xff\xc0") + 4] = 12
     assert decoded_or_none(pils, bytes(file)) is None
     with pytest.raises(SampleError, match="^not an image$"):
         decode_image(bytes(file))
@@ -147,14 +145,14 @@ def test_a_file_that_is_cut_anywhere_is_refused_where_pil_refuses_it(mode, progr
 def test_a_damaged_file_is_refused_where_pil_refuses_it(progressive):
     """What both accept is nearly always the same image; where numbers overflow, libjpeg's releases differ."""
     file, draw, counts = jpeg((90, 61), progressive=progressive), random.Random(17), Counter()
-    for _ in range(600):
+    for _ in range(300):
         changed = bytearray(file)
         for _ in range(draw.choice((1, 1, 3))):
             changed[draw.randrange(len(file))] = draw.randrange(256)
         ours, expected = decoded_or_none(decode_image, bytes(changed)), decoded_or_none(pils, bytes(changed))
         assert (ours is None) == (expected is None)
         counts["refused" if ours is None else "equal" if torch.equal(ours, expected) else "other"] += 1
-    assert counts["refused"] > 30 and counts["equal"] > 100 and counts["other"] <= 10
+    assert counts["refused"] > 15 and counts["equal"] > 50 and counts["other"] <= 5
 
 
 @pytest.mark.slow
