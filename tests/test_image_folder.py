@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,6 @@ from evaluation.image_folder import image_batches, list_images, read_image
 from evaluation.prompts import Prompt, PromptSet
 from evaluation.sources import match_prompts
 
-ROOT = Path(__file__).parent.parent
 KINDS = ".jpg, .jpeg, .png, .webp, .avif, .bmp, .tif, .tiff, .gif"
 
 
@@ -88,10 +85,3 @@ def test_images_are_matched_by_id_or_by_image_id_or_refused():
     }.items():
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             matched(names)
-
-
-def test_a_folder_of_images_is_read_without_the_trainer():
-    """prepare.fid_statistics needs no library of training: its command line is read before any of them is loaded."""
-    code = "import sys, prepare.fid_statistics; print(sorted({'composer', 'diffusers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "[]", done.stderr

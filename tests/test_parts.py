@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,19 +47,30 @@ def unbroken(source, tmp_path_factory) -> dict[str, bytes]:
     made = tree(out)
     names = [shard["raw_data"]["basename"] for shard in json.loads(made["index.json"])["shards"]]
     assert names == sorted(names) and names[0] == "part-00000/shard.00000.mds" and len(names) > 3
-    assert set(made) - set(names) == {
-        *(f"part-0000{n}/part.json" for n in range(3)),
-        *("plan.json", "skipped.jsonl", "keys.u64", "index.json", "dataset.json"),
-    }
+    others = {"plan.json", "skipped.jsonl", "keys.u64", "index.json", "dataset.json"}
+    assert set(made) - set(names) == others | {f"part-0000{n}/part.json" for n in range(3)}
     return made
+
+
+def die_after(
+    owner: type, name: str, nth: int, before: bool = False, last: Callable[..., None] = lambda *_: None
+) -> None:
+    """In a child: make the nth call of a method its last one; SIGKILL comes before it, or after it and `last`."""
+    method, calls = getattr(owner, name), itertools.count()
+
+    def dying(*arguments):
+        is_last = next(calls) == nth
+        if not (is_last and before):
+            method(*arguments)
+        if is_last:
+            last(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, dying)
 
 
 def command(source, out, *words: str) -> list[str]:
     return [str(source), str(out), "shard_size=6kb", "workers=1", *words]
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # --- stopped and started again ---
@@ -67,56 +79,39 @@ def die() -> None:
 def test_killed_between_any_two_files_it_leaves_no_dataset_and_resumes_to_the_same_bytes(source, unbroken, tmp_path):
     num_files = len(unbroken)
     # The state after a file is the state before the next one.
-    numbers = sorted({*range(0, num_files, 2), *range(num_files - 4, num_files)})
-    for nth, when in [*((nth, "before") for nth in numbers), (num_files - 1, "after")]:
-        out = tmp_path / f"{nth}{when}"
+    numbers = sorted({*range(0, num_files, 3), *range(num_files - 4, num_files)})
+    for nth, is_before in [*((nth, True) for nth in numbers), (num_files - 1, False)]:
+        out = tmp_path / f"{nth}{is_before}"
 
-        def killed(out=out, nth=nth, when=when) -> int:
-            put, calls = addresses.Folder.put, itertools.count()
-
-            def dying_put(self, name, file):
-                is_last = next(calls) == nth
-                if is_last and when == "before":
-                    die()
-                put(self, name, file)
-                if is_last:
-                    die()
-
-            addresses.Folder.put = dying_put
+        def killed(out=out, nth=nth, is_before=is_before) -> int:
+            die_after(addresses.Folder, "put", nth, is_before)
             return shards.main(command(source, out))
 
         assert in_child(killed) == -signal.SIGKILL
-        is_whole = (nth, when) == (num_files - 1, "after")
-        with contextlib.nullcontext() if is_whole else pytest.raises(ValueError):
+        with pytest.raises(ValueError) if is_before else contextlib.nullcontext():
             read_dataset(str(out))
-        done = {path.parent: path.stat().st_mtime_ns for path in out.glob("*/part.json")}
-        shard_times = {path: path.stat().st_mtime_ns for part in done for path in part.iterdir()}
+        parts_done = [path.parent for path in out.glob("*/part.json")]
+        times = {path: path.stat().st_mtime_ns for part in parts_done for path in part.iterdir()}
         assert shards.main(command(source, out)) == 0
         assert tree(out) == unbroken and not (out / addresses.WORK).exists()
-        assert {path: path.stat().st_mtime_ns for path in shard_times} == shard_times, "a done part was made again"
+        assert {path: path.stat().st_mtime_ns for path in times} == times, "a done part was made again"
 
 
-@pytest.mark.parametrize("nth", [0, 3])
-def test_killed_within_a_shard_it_removes_the_unfinished_files(source, unbroken, tmp_path, nth):
+def test_killed_within_a_shard_it_removes_the_unfinished_files(source, unbroken, tmp_path):
+    out = tmp_path / "out"
     (tmp_path / "real").mkdir()
-    (tmp_path / "out").symlink_to(tmp_path / "real")
+    out.symlink_to(tmp_path / "real")
+
+    def truncate(writer: MDSWriter) -> None:
+        os.truncate(Path(writer.local, writer.shards[-1]["raw_data"]["basename"]), 100)
 
     def killed() -> int:
-        flush, calls = MDSWriter.flush_shard, itertools.count()
-
-        def dying_flush(self):
-            flush(self)
-            if next(calls) == nth:
-                os.truncate(Path(self.local, self.shards[-1]["raw_data"]["basename"]), 100)
-                die()
-
-        MDSWriter.flush_shard = dying_flush
-        return shards.main(command(source, tmp_path / "out"))
+        die_after(MDSWriter, "flush_shard", 3, last=truncate)
+        return shards.main(command(source, out))
 
     assert in_child(killed) == -signal.SIGKILL
-    (tmp_path / "out" / addresses.WORK / "tmpabc").mkdir()  # another killed writer's
-    assert shards.main(command(source, tmp_path / "out")) == 0
-    assert tree(tmp_path / "real") == unbroken
+    (out / addresses.WORK / "tmpabc").mkdir()  # another killed writer's
+    assert shards.main(command(source, out)) == 0 and tree(tmp_path / "real") == unbroken
 
 
 @pytest.mark.slow
@@ -153,25 +148,24 @@ def test_another_plan_for_the_same_folder_is_refused_with_what_differs(source, t
     out = tmp_path / "out"
     assert shards.main(command(source, out)) == 0
 
-    def refusal(*words: str) -> str:
+    def refusal(*words: object) -> str:
         before = tree(out)
         capsys.readouterr()
-        assert shards.main(list(words)) == 2 and tree(out) == before
+        assert shards.main([str(word) for word in words]) == 2 and tree(out) == before
         return capsys.readouterr().err
 
-    assert refusal(str(source), str(out), "shard_size=5kb") == (
-        f"OUT: {out} holds the finished work of another command: shard_size was 6144, is 5120. Give another OUT, or remove "
-        "this one.\n"
+    of_another = "work of another command"
+    assert refusal(source, out, "shard_size=5kb") == (
+        f"OUT: {out} holds the finished {of_another}: shard_size was 6144, is 5120. Give another OUT, or remove this one.\n"
     )
-    assert "command: it had 3 parts, now 1. " in refusal(str(source / "0.tar"), str(out), "shard_size=6kb")
+    assert "command: it had 3 parts, now 1. " in refusal(source / "0.tar", out, "shard_size=6kb")
     other = shutil.copytree(source, tmp_path / "other")
-    was = identify_file(source / "1.tar")
-    now = identify_file(write_tar(other / "1.tar", {"a": sample_files(1)}))
+    was, now = (identify_file(tar) for tar in (source / "1.tar", write_tar(other / "1.tar", {"a": sample_files(1)})))
     (out / "dataset.json").unlink()
-    assert (
-        f"unfinished work of another command: part-00001.bytes was {was['bytes']}, is {now['bytes']}; "
-        f'part-00001.digest was "{was["digest"]}", is "{now["digest"]}". '
-    ) in refusal(*command(other, out))
+    differs = (
+        f'.bytes was {was["bytes"]}, is {now["bytes"]}; part-00001.digest was "{was["digest"]}", is "{now["digest"]}". '
+    )
+    assert f"unfinished {of_another}: part-00001{differs}" in refusal(*command(other, out))
     (out / "plan.json").write_text("[")
     assert ": its plan.json is of another kind. " in refusal(*command(source, out))
     assert not (out / addresses.WORK).exists()
@@ -180,14 +174,15 @@ def test_another_plan_for_the_same_folder_is_refused_with_what_differs(source, t
 # --- more than one at once ---
 
 
-def test_a_second_command_for_the_same_folder_is_refused(source, unbroken, tmp_path, capfd, monkeypatch):
-    out = tmp_path / "out"
+def test_a_second_command_for_the_same_folder_is_refused(source, tmp_path, monkeypatch):
+    out = addresses.Folder(str(tmp_path / "out"))
     monkeypatch.setattr(addresses, "LOCK_WAIT_SEC", 0.1)
-    with addresses.Folder(str(out)).lock_for_writing():
-        assert in_child(lambda: shards.main(command(source, out))) == 2
-        with pytest.raises(Refused, match=f"^OUT: {out} is being written by another command on this machine. "):
-            addresses.Folder(str(out)).lock_for_writing().__enter__()
-    assert shards.main(command(source, out)) == 0 and tree(out) == unbroken
+    with out.lock_for_writing():
+        assert in_child(lambda: shards.main(command(source, tmp_path / "out"))) == 2
+        with pytest.raises(
+            Refused, match=f"^OUT: {tmp_path}/out is being written by another command on this machine. "
+        ):
+            out.lock_for_writing().__enter__()
 
 
 def plan_of(num_parts: int) -> parts.Plan:
@@ -208,12 +203,9 @@ def test_waiting_for_other_ranks_ends_with_the_names_of_what_is_missing(tmp_path
     with pytest.raises(Failed, match="/out: rank 0 wrote no plan.json for this command. What is done stays; "):
         parts.wait_for_plan(address, plan_of(8), patience_sec=0.1)
     parts.make_part(address, plan, 3, fill)
-    with pytest.raises(Failed) as error:
+    missing = "8 are missing: part-00000, part-00001, part-00002, part-00004, part-00005, .... Start the command again"
+    with pytest.raises(Failed, match=f"/out: no other rank finished a part for 0 minutes; {missing}: it resumes "):
         parts.wait_for_parts(address, 9, patience_sec=0.1)
-    assert str(error.value) == (
-        f"OUT: {address.location}: no other rank finished a part for 0 minutes; 8 are missing: part-00000, part-00001, "
-        f"part-00002, part-00004, part-00005, .... Start the command again: it resumes from what is done."
-    )
     for number in range(9):
         parts.make_part(address, plan, number, fill)
     parts.wait_for_parts(address, 9, patience_sec=0.1)
@@ -225,7 +217,7 @@ def test_two_processes_make_a_part_once_and_a_part_of_another_plan_is_refused(tm
     parts.begin_dataset(address, plan)
 
     def fill_slowly(number: int, part: parts.Part) -> None:
-        time.sleep(1)
+        time.sleep(0.5)
         fill(number, part)
 
     child = multiprocessing.get_context("fork").Process(target=lambda: parts.make_part(address, plan, 1, fill_slowly))
@@ -234,9 +226,8 @@ def test_two_processes_make_a_part_once_and_a_part_of_another_plan_is_refused(tm
         assert child.is_alive()
         time.sleep(0.01)
     time.sleep(0.1)
-    counts = parts.make_part(address, plan, 1, lambda number, part: pytest.fail("made twice"))
+    assert parts.make_part(address, plan, 1, lambda number, part: pytest.fail("made twice")).written == 1
     child.join(LIMIT_SEC)
-    assert counts.written == 1
     parts.make_part(address, plan_of(3), 0, fill)
     with pytest.raises(Failed, match="part-00000 was made by another command at the same time. Remove OUT.$"):
         parts.finish_dataset(address, plan)
@@ -287,8 +278,7 @@ def objects(client, prefix: str) -> dict[str, bytes]:
 
 
 def test_a_store_gets_the_same_files_as_a_folder_also_when_stopped(bucket, source, unbroken, monkeypatch):
-    out = "s3://easel/stopped"
-    put, calls = addresses.Store.put, itertools.count()
+    out, put, calls = "s3://easel/stopped", addresses.Store.put, itertools.count()
 
     def stopped(self, name, file):
         if next(calls) == 3:
@@ -300,7 +290,6 @@ def test_a_store_gets_the_same_files_as_a_folder_also_when_stopped(bucket, sourc
         shards.main(command(source, out))
     with pytest.raises(ValueError):
         read_dataset(out)
-    assert shards.main(command(source, out)) == 0
-    assert shards.main([str(source), "s3://easel/workers/", "shard_size=6kb", "workers=2"]) == 0
-    assert objects(bucket, "stopped/") == objects(bucket, "workers/") == unbroken
+    assert shards.main([str(source), out, "shard_size=6kb", "workers=2"]) == 0
+    assert objects(bucket, "stopped/") == unbroken
     assert not addresses.Store(out).scratch.exists() and read_dataset(out).num_samples == 14
