@@ -5,8 +5,6 @@ What a URL gives depends on its path alone, so that two downloads give the same.
 
 from __future__ import annotations
 
-import io
-import random
 import socket
 import threading
 import time
@@ -16,22 +14,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from conftest import picture
+
 FAULTS = ("missing", "html", "empty", "text", "cut", "endless", "trickle", "forbidden", "refused", "file", "no_use")
 """Kinds of URLs that give no image."""
 GOOD = ("picture", "redirect", "png")
-
-
-def picture(number: int, kind: str = "JPEG", side: int = 64) -> bytes:
-    """Return a small image that depends on its number."""
-    from PIL import Image
-
-    draw = random.Random(number)
-    colours = [tuple(draw.randrange(256) for _ in range(3)) for _ in range(16)]
-    image = Image.new("RGB", (4, 4))
-    image.putdata(colours)
-    held = io.BytesIO()
-    image.resize((side, side), Image.Resampling.NEAREST).save(held, kind)
-    return held.getvalue()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -56,22 +43,14 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked += 1
         try:
             if kind == "files":
-                self.send_file(self.server.folder / name)
+                self.send((self.server.folder / name).read_bytes())
             else:
                 self.answer(kind, int(name))
         except (ConnectionError, TimeoutError):
             self.close_connection = True
 
-    def send_file(self, path: Path) -> None:
-        content, ranges = path.read_bytes(), self.headers.get("Range")
-        if ranges is None:
-            self.send(content, ETag=f'"{len(content)}"')
-            return
-        first = int(ranges.removeprefix("bytes=").rstrip("-").split("-")[0])
-        where = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        self.send(content[first:], 206, Content_Range=where, ETag=f'"{len(content)}"')
-
     def answer(self, kind: str, number: int) -> None:
+        content = picture(number, (64, 64), "PNG" if kind == "png" else "JPEG")
         if kind in ("endless", "trickle"):
             self.send_response(200)
             self.end_headers()
@@ -80,16 +59,20 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(0.0 if kind == "endless" else 0.2)
         elif kind in ("picture", "png", "no_use"):
             robots = {"X_Robots_Tag": ("noai", "none", "img2dataset: noai")[number % 3]} if kind == "no_use" else {}
-            self.send(picture(number, "PNG" if kind == "png" else "JPEG"), **robots)
+            self.send(content, **robots)
         elif kind == "cut":
-            self.send(picture(number)[:-100], length=len(picture(number)))
+            self.send(content[:-100], length=len(content))
             self.close_connection = True
         else:
             html = b"<!DOCTYPE html><html>gone</html>"
-            content = {"html": html, "text": b"no picture at all"}.get(kind, b"")
-            status = {"redirect": 302, "forbidden": 403, "html": 200, "empty": 200, "text": 200}.get(kind, 404)
-            headers = {"redirect": {"Location": f"/picture/{number}"}, "html": {"Content_Type": "image/jpeg"}}
-            self.send(content, status, **headers.get(kind, {}))
+            status, content, headers = {
+                "redirect": (302, b"", {"Location": f"/picture/{number}"}),
+                "forbidden": (403, b"", {}),
+                "html": (200, html, {"Content_Type": "image/jpeg"}),
+                "empty": (200, b"", {}),
+                "text": (200, b"no picture at all", {}),
+            }.get(kind, (404, b"", {}))
+            self.send(content, status, **headers)
 
 
 class Internet(ThreadingHTTPServer):

@@ -29,6 +29,10 @@ def md5(content: bytes) -> str:
     return hashlib.md5(content).hexdigest()
 
 
+def list_of(*names: str) -> bytes:
+    return "".join(f"{md5(name.encode())}  {name}\n" for name in names).encode()
+
+
 # --- the manifest ---
 
 
@@ -68,27 +72,24 @@ def test_the_manifest_agrees_with_the_code_and_the_recipes():
 
 def test_the_groups_have_the_files_that_the_recipes_name():
     files = {f"{group.folder}/{file.name}" for group in GROUPS.values() for file in group.wanted()}
-    named = set()
-    for path in (ROOT / "yamls").glob("*.yaml"):
-        config = yaml.safe_load(path.read_text())
-        values = [config.get("model", {}).get("weights"), *(config.get("eval") or {}).values()]
-        named |= {value for value in values if isinstance(value, str) and re.match(r"(checkpoints|datasets)/", value)}
+    configs = [yaml.safe_load(path.read_text()) for path in (ROOT / "yamls").glob("*.yaml")]
+    values = [v for c in configs for v in (c.get("model", {}).get("weights"), *(c.get("eval") or {}).values())]
+    named = {value for value in values if isinstance(value, str) and re.match(r"(checkpoints|datasets)/", value)}
     assert {Path(value).suffix for value in named} >= {".ckpt", ".pth", ".bin", ".tsv", ".npz"} and named <= files
+
+
+ONE = "a: {about: x, folder: f, files: [{name: n, urls: ['http://x/n'], %s}]}"
 
 
 @pytest.mark.parametrize(
     ("manifest", "message"),
     [
         ("a: [", "Give a YAML file as downloads.yaml."),
-        ("a: 3", "a: "),
         ("a: {about: x}", "a: has nothing. Give one of files, uri, model, data_set, groups, and a relative folder."),
         ("a: {about: x, folder: ../b, uri: u}", "a: has uri. Give one of files, "),
         ("a: {about: x, groups: [b]}", "a: names no group: b."),
-        (
-            "a: {about: x, folder: f, files: [{name: n, urls: ['http://x/n'], digest: 'md5:1'}]}",
-            "n: its digest is md5:1.",
-        ),
-        ("a: {about: x, folder: f, files: [{name: n, urls: ['http://x/n'], bytes: many}]}", "a: Value 'many' of type "),
+        (ONE % "digest: 'md5:1'", "n: its digest is md5:1."),
+        (ONE % "bytes: many", "a: Value 'many' of type "),
     ],
 )
 def test_a_manifest_with_a_mistake_is_refused(tmp_path, capsys, manifest, message):
@@ -103,19 +104,17 @@ def test_a_manifest_with_a_mistake_is_refused(tmp_path, capsys, manifest, messag
 
 def test_a_list_is_read_as_its_own_downloader_reads_it():
     text = f"{md5(b'1')}  ./b/00001.tar\n\n{md5(b'0')} *00000.tar\n{md5(b'2')}  with space.tar\n"
-    files = read_list("https://host/folder/\n", text, "X.md5")
-    assert [(file.name, file.urls, file.digest) for file in files] == [
-        ("00000.tar", ("https://host/folder/00000.tar",), f"md5:{md5(b'0')}"),
-        ("b/00001.tar", ("https://host/folder/b/00001.tar",), f"md5:{md5(b'1')}"),
-        ("with space.tar", ("https://host/folder/with%20space.tar",), f"md5:{md5(b'2')}"),
+    files = [(file.name, *file.urls, file.digest) for file in read_list("https://host/folder/\n", text, "X.md5")]
+    assert files == [
+        ("00000.tar", "https://host/folder/00000.tar", f"md5:{md5(b'0')}"),
+        ("b/00001.tar", "https://host/folder/b/00001.tar", f"md5:{md5(b'1')}"),
+        ("with space.tar", "https://host/folder/with%20space.tar", f"md5:{md5(b'2')}"),
     ]
-    assert list_urls(GROUPS["moments"], ".md5")[0] == (
-        "https://training.mlcommons-storage.org/metadata/stable-diffusion-laion-400m-filtered-moments-dataset.md5"
-    )
+    address = "https://training.mlcommons-storage.org/metadata/stable-diffusion-laion-400m-filtered-moments-dataset.md5"
+    assert list_urls(GROUPS["moments"], ".md5")[0] == address
     for base, text, message in (
         ("https://host", "<html>\n", "X.md5 is no list of MLCommons', but begins "),
         ("https://host", f"{md5(b'')}  ../../etc/passwd", "X.md5: ../../etc/passwd: is no path inside a folder."),
-        ("https://host", f"{md5(b'')}\n", "X.md5 is no list "),
         ("https://host", "\n", "X.md5 is no list "),
         ("<html> <p>", f"{md5(b'')}  a", "X.md5 is no list of MLCommons', but begins '<html> <p>"),
     ):
@@ -132,34 +131,20 @@ def published(web: Web, tmp_path: Path, monkeypatch) -> Callable[..., int]:  # n
     web.put("metadata/tars.md5", "".join(f"{md5(c)}  {n}\n" for n, c in CONTENT.items()).encode())
     web.put("one.bin", CONTENT["00000.tar"])
     web.put("gated.bin", CONTENT["00001.tar"], token="secret")
-    manifest = f"""
+    one = f"name: one.bin, urls: ['{web.url('one.bin')}'], bytes: 300_000, digest: 'md5:{md5(CONTENT['00000.tar'])}'"
+    gated = f"name: gated.bin, urls: ['{web.url('gated.bin')}']"
+    (tmp_path / "own.yaml").write_text(f"""
 tars: {{about: tars, folder: data/tars, uri: {web.url("metadata/tars.uri")}, about_gb: 0.004}}
-one:
-  about: one
-  source: this test
-  folder: weights
-  files: [{{name: one.bin, urls: ["{web.url("one.bin")}"], bytes: 300_000, digest: "md5:{md5(CONTENT["00000.tar"])}"}}]
-gated:
-  about: g
-  folder: weights
-  files: [{{name: gated.bin, urls: ["{web.url("gated.bin")}"]}}]
-  gated: https://host/terms
-  token: HF_TOKEN
+one: {{about: one, source: this test, folder: weights, files: [{{{one}}}]}}
+gated: {{about: g, folder: weights, files: [{{{gated}}}], gated: https://host/terms, token: HF_TOKEN}}
 all: {{about: all, groups: [one, gated, tars]}}
-"""
-    (tmp_path / "own.yaml").write_text(manifest)
+""")
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr("prepare.downloads.LISTS_COPY", web.url("nowhere"))
     return lambda *words: downloads.main([*words, f"to={tmp_path}/to", f"manifest={tmp_path}/own.yaml", "tries=1"])
 
 
-def test_a_group_that_fails_stops_no_other_and_the_same_command_completes_the_work(
-    published,
-    web,  # noqa: F811
-    tmp_path,
-    capsys,
-    monkeypatch,
-):
+def test_a_group_that_fails_stops_no_other_and_is_resumed(published, web, tmp_path, capsys, monkeypatch):  # noqa: F811
     to = tmp_path / "to"
     assert published("all") == 1
     printed = capsys.readouterr()
@@ -209,17 +194,21 @@ def test_the_list_asks_nobody_and_shows_complete_missing_and_wrong_files(publish
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metadata/tars.md5", None, "tars: its list is not available: {url}: HTTP 404 (Not Found)"),
         ("metadata/tars.md5", b"<!DOCTYPE html><p>Log in", "tars: its list is not available: {url}: is a web page"),
         ("metadata/tars.md5", b"\xff\xfe\x00", "tars: {url} is no list of MLCommons'"),
         ("metadata/tars.uri", b"s3://bucket", ".md5 is no list of MLCommons', but begins 's3://bucket "),
+        ("metadata/tars.uri", b"http://[::1/", "tars.md5 is no list of MLCommons', but begins 'http://[::1 "),
+        ("metadata/tars.md5", list_of("a.tar", "a.tar/b"), "a.tar: is a folder of other files too. Leave it out. "),
+        (
+            "metadata/tars.md5",
+            list_of("a.tar", "a.tar"),
+            "a.tar: is wanted twice. Leave one out. Look at that address.",
+        ),
+        ("metadata/tars.md5", list_of("%" * 61), "is no path inside a folder. Possible: NAME, or FOLDER/NAME, up to "),
     ],
 )
 def test_a_list_that_is_not_available_is_reported(published, web, capsys, name, content, message):  # noqa: F811
-    if content is None:
-        del web.files[name]
-    else:
-        web.put(name, content)
+    web.put(name, content)
     assert published("tars") == 1
     text = capsys.readouterr().err
     assert message.format(url=web.url(name)) in text and "Traceback" not in text and "Not complete: tars." in text
@@ -282,10 +271,8 @@ def test_a_data_set_goes_into_its_folder_with_every_digest_compared(hub, tmp_pat
     hub.damaged["videos/2.bin"] = 1
     assert downloads.main(["zoo_films", f"to={to}"]) == 1
     printed = capsys.readouterr()
-    assert (
-        f"{folder}/videos/2.bin did not have the digest that {hub.address[7:]} states. Removed: start again"
-        in printed.err
-    )
+    text = f"{folder}/videos/2.bin did not have the digest that {hub.address[7:]} states. Removed: start again"
+    assert text in printed.err
     assert downloads.main(["zoo_films", f"to={to}"]) == 0
     assert f"zoo_films: 3 files are in {folder}" in capsys.readouterr().out
     assert {name: (folder / name).read_bytes() for name in films} == films

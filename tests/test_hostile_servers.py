@@ -16,7 +16,6 @@ from fault_server import serving, web  # noqa: F401
 from hub_server import TOKEN
 
 from common.errors import ConfigError
-from prepare import downloads
 from prepare.downloads import read_manifest
 from prepare.http_download import FileToFetch, check_files, fetch_all, is_http_url
 from training import loggers
@@ -75,19 +74,16 @@ FAILED = "failed after 1 tries ("
     ("head", "then", "message"),
     [
         (moved(b"http://[::1/x"), None, "HTTP 302 (Found)"),
-        (moved(b"http://127.0.0.1:99999999/x"), None, FAILED),
         (moved(b"http://127.0.0.1:9/\xff\xfe"), None, FAILED),
         (moved(b"http://" + b"a" * 70 + b".test/"), None, ""),
         (moved(b"file:///etc/passwd"), None, FAILED),
         (moved(b"/again"), None, "redirects without an end"),
         (b"HTTP/1.1 302 Found\r\nLocation: /again\r\n\r\n", ENDLESS, "redirects without an end"),
         (OK + b"Content-Length: " + DIGITS + b"\r\n\r\nabc", None, FAILED),
-        (OK + b"Content-Length: -5\r\n\r\nabc", None, FAILED),
         (b"HTTP/1.1 206 Partial\r\nContent-Range: bytes 0-9/" + DIGITS + b"\r\n\r\n", None, "sends another range or "),
         (CHUNKED + b"-1\r\n", ENDLESS, f"{FAILED}RemoteProtocolError: illegal chunk header"),
         (CHUNKED, b"1", FAILED),
         (CHUNKED + b"0\r\n", b"a: b\r\n", FAILED),
-        (OK, b"a: b\r\n", FAILED),
         (b"", b"\0", FAILED),
         (b"HTTP/1.1 503 \x1b[31m\r\nRetry-After: " + DIGITS + b"\r\nContent-Length: 0\r\n\r\n", None, FAILED),
     ],
@@ -118,45 +114,6 @@ def test_an_impossible_name_or_address_is_refused_before_anything_is_fetched(tmp
         assert message in str(error.value)
     with pytest.raises(ValueError, match="^(%C3%A4)*ä+: is no path inside a folder"):  # 180 letters in .work
         check_files([FileToFetch("ä" * 31, ("http://h/x",))])
-
-
-# --- lists of digests ---
-
-
-@pytest.fixture
-def tars(web, tmp_path, monkeypatch):  # noqa: F811
-    """The command on a group with a list, whose text a test gives, and on a group of one file."""
-    web.put("one.bin", OTHER)
-    web.put("set.uri", web.url("set").encode())
-    (tmp_path / "own.yaml").write_text(
-        f"tars: {{about: x, folder: tars, uri: '{web.url('set.uri')}'}}\n"
-        f"one: {{about: x, folder: one, files: [{{name: one.bin, urls: ['{web.url('one.bin')}']}}]}}\n"
-    )
-
-    def run(*lines: str) -> int:
-        web.put("set.md5", "".join(f"{line}\n" for line in lines).encode())
-        return downloads.main(["tars", "one", f"to={tmp_path}", f"manifest={tmp_path}/own.yaml", "tries=1"])
-
-    return run
-
-
-@pytest.mark.timeout(60, func_only=True)
-@pytest.mark.parametrize(
-    ("uri", "lines", "message"),
-    [
-        (None, "0  a.tar\n1  a.tar/b", "a.tar: is a folder of other files too. Leave it out. Look at that address."),
-        (None, f"0  {'%' * 61}", "is no path inside a folder. Possible: NAME, or FOLDER/NAME, up to 180 bytes."),
-        (None, "0  a.tar\n1  a.tar", "a.tar: is wanted twice. Leave one out. Look at that address."),
-        (b"http://[::1/", "0  a.tar", "set.md5 is no list of MLCommons', but begins 'http://[::1 "),
-    ],
-)
-def test_a_list_whose_names_cannot_be_taken_fails_its_group_only(tars, web, tmp_path, capsys, uri, lines, message):  # noqa: F811
-    if uri:
-        web.put("set.uri", uri)
-    digits = {digit: md5(digit.encode()) for digit in "01"}
-    assert tars(*(digits[line[0]] + line[1:] for line in lines.splitlines())) == 1
-    printed = capsys.readouterr()
-    assert message in printed.err and f"one: 1 files are in {tmp_path}/one" in printed.out
 
 
 # --- another version ---

@@ -53,17 +53,18 @@ def test_several_files_arrive_whole_and_are_not_fetched_again(web, tmp_path, mon
     num = len(web.asked)
     assert get(tmp_path, *files) == {} and len(web.asked) == num
     monkeypatch.setattr(addresses, "LOCK_WAIT_SEC", 0.2)
-    message = f"^to: {tmp_path} is being written by another command on this machine. "
-    with addresses.Folder(str(tmp_path)).lock_for_writing(), pytest.raises(Refused, match=message):
+    with addresses.Folder(str(tmp_path)).lock_for_writing(), pytest.raises(Refused, match=f"^to: {tmp_path} is being "):
         get(tmp_path, *files)
 
 
-@pytest.mark.parametrize("kind", ["sha256", "sha1", "sha512", "md5"])
-def test_each_kind_of_digest_is_compared(web, tmp_path, kind):  # noqa: F811
+@pytest.mark.parametrize("kind", ["sha256", "md5"])
+def test_each_kind_of_digest_is_compared_and_after_a_wrong_one_the_next_mirror_is_asked(web, tmp_path, kind):  # noqa: F811
     web.put("a.tar.gz", CONTENT, heads={"Content-Encoding": "gzip"})  # as some servers send a .gz: it is not unpacked
-    url = web.url("a.tar.gz")
-    assert only(tmp_path, one(url, digest=digest(kind=kind))) is None
-    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+    web.put("wrong", OTHER)
+    url, urls = web.url("a.tar.gz"), (web.url("wrong"), web.url("a.tar.gz"))
+    assert only(tmp_path, FileToFetch("a.bin", urls, len(CONTENT), digest(kind=kind))) is None
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT and len(web.ranges("wrong")) == 1
+    assert not (tmp_path / ".work").exists()
     wrong, right = digest(OTHER, kind).partition(":")[2], digest(kind=kind).partition(":")[2]
     text = only(tmp_path, one(url, "b.bin", digest=digest(OTHER, kind)))
     assert text == f"{url}: its {kind} is {right}, {wrong} is wanted"
@@ -99,14 +100,6 @@ def test_a_server_that_ignores_ranges_or_sends_another_sends_the_file_from_the_s
     assert (tmp_path / "a.bin").read_bytes() == CONTENT and len(web.asked) == 3
 
 
-def test_another_version_is_never_joined_to_the_first_one(web, tmp_path):  # noqa: F811
-    web.put("a.bin", OTHER, cut_after=[100_000, 0])
-    assert only(tmp_path, one(web.url("a.bin")), tries=1) is not None
-    web.put("a.bin", CONTENT)
-    assert only(tmp_path, one(web.url("a.bin"))) is None and (tmp_path / "a.bin").read_bytes() == CONTENT
-    assert web.ranges("a.bin")[2:] == ["bytes=100000-", None]  # the digest tells, and it is fetched anew
-
-
 def test_a_part_that_is_longer_than_the_file_is_fetched_again(web, tmp_path):  # noqa: F811
     bare = dict(bytes=None, digest=None)
     web.put("a.bin", CONTENT, etag='"same"', cut_after=[200_000, 0])
@@ -130,11 +123,8 @@ def test_a_whole_part_that_could_not_be_renamed_is_not_fetched_again(web, tmp_pa
         raise OSError(28, "No space left on device")
 
     web.put("a.bin", CONTENT)
-    file = one(web.url("a.bin"), **known)
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(Failed, match="^to: .* cannot be written: .* What is done stays; "),
-    ):
+    file, message = one(web.url("a.bin"), **known), "^to: .* cannot be written: .* What is done stays; "
+    with monkeypatch.context() as patch, pytest.raises(Failed, match=message):
         patch.setattr(addresses.Folder, "put", full)
         get(tmp_path, file)
     assert only(tmp_path, file) is None and (tmp_path / "a.bin").read_bytes() == CONTENT
@@ -142,14 +132,6 @@ def test_a_whole_part_that_could_not_be_renamed_is_not_fetched_again(web, tmp_pa
 
 
 # --- what does not arrive ---
-
-
-def test_after_a_wrong_digest_the_next_mirror_is_asked(web, tmp_path):  # noqa: F811
-    web.put("wrong", OTHER)
-    web.put("right", CONTENT)
-    assert only(tmp_path, FileToFetch("a.bin", (web.url("wrong"), web.url("right")), len(CONTENT), digest())) is None
-    assert (tmp_path / "a.bin").read_bytes() == CONTENT and len(web.ranges("wrong")) == 1
-    assert not (tmp_path / ".work").exists()
 
 
 @pytest.mark.parametrize(
@@ -160,13 +142,11 @@ def test_after_a_wrong_digest_the_next_mirror_is_asked(web, tmp_path):  # noqa: 
         (b"", {"endless": True}, {"bytes": None, "digest": None}, NO_END),
         (CONTENT + b"-", {}, {}, "has 300,001 bytes, 300,000 are wanted"),
         (CONTENT[1:], {"chunked": True}, {}, "has 299,999 bytes, 300,000 are wanted"),
-        (CONTENT + b"-", {"chunked": True}, {}, "does not end after 300,000 bytes"),
         (CONTENT, {"heads": {"Content-Encoding": "gzip"}}, {"digest": None}, NO_END),
-        (b"<html><p>Log in", {"kind": "text/html"}, {}, "has 15 bytes, 300,000 are wanted"),
         (b"<html><p>Log in", {"kind": "text/html"}, {"bytes": None, "digest": None}, "is a web page, as for a login "),
         (b" <!-- a -->\n<HTML lang=en>", {}, {"bytes": None, "digest": None}, "is a web page, as for a login or an "),
     ],
-    ids=range(10),
+    ids=range(8),
 )
 def test_a_body_that_is_not_the_file_is_refused(web, tmp_path, content, faults, more, message):  # noqa: F811
     web.put("a.bin", content, **faults)
@@ -177,7 +157,7 @@ def test_a_body_that_is_not_the_file_is_refused(web, tmp_path, content, faults, 
 
 @pytest.mark.parametrize(
     ("status", "tries", "message"),
-    [(404, 1, "HTTP 404 (Not Found)"), (403, 1, "HTTP 403 (Forbidden)"), (429, 3, "HTTP 429"), (503, 3, "HTTP 503")],
+    [(404, 1, "HTTP 404 (Not Found)"), (429, 3, "HTTP 429"), (503, 3, "HTTP 503")],
 )
 def test_an_answer_without_the_file_is_reported_and_tried_again_where_that_helps(web, tmp_path, status, tries, message):  # noqa: F811
     web.put("a.bin", CONTENT, statuses=[status] * 9)
@@ -249,7 +229,7 @@ def test_a_file_of_another_size_is_fetched_again_and_its_digest_is_compared_on_r
     assert file.find_fault(tmp_path / "b", read=True) == "missing"
 
 
-@pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "a//b", "", ".", "a\\b", "a\nb", ".work/a", "x" * 181])
+@pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "a//b", "", "a\\b", "a\nb", ".work/a", "x" * 181])
 def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="is no path inside a folder"):
         get(tmp_path / "to", FileToFetch(name, ("http://127.0.0.1:9/a",)))

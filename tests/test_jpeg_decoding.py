@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 from test_image_formats import encoded
 
-from mds.images import SampleError, decode_image, resize_and_crop
+from mds.images import SampleError, decode_image
 
 SIZES = [(1, 1), (1, 9), (17, 5), (31, 33), (160, 97)]  # px; odd ones, where halved colors end within a pixel
 
@@ -101,18 +101,6 @@ def test_an_image_is_turned_as_by_pil(kind):
         ours = decode_image(file)
         assert torch.equal(ours, pils(file)) and ours.permute(1, 2, 0).is_contiguous()
         assert tuple(ours.shape[:0:-1]) == (size[::-1] if 5 <= orientation <= 8 else size)
-
-
-def test_twenty_thousand_pixels_are_pils_and_their_square_is_refused():
-    for size in ((20_000, 37), (37, 20_000)):
-        file = jpeg(size)
-        assert torch.equal(decode_image(file), pils(file))
-        assert resize_and_crop(decode_image(file), (64, 64)).shape == (3, 64, 64)
-    square = bytearray(jpeg((8, 8)))
-    frame = square.index(b"\xff\xc0")
-    square[frame + 5 : frame + 9] = (20_000).to_bytes(2, "big") * 2
-    with pytest.raises(SampleError, match="^too many pixels$"):
-        decode_image(bytes(square))
 
 
 def test_a_jpeg_of_more_bits_is_refused_as_by_pil():

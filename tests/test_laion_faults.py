@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import resource
+import shutil
 
 import pytest
 from local_internet import internet
@@ -56,15 +57,6 @@ def test_numbers_of_each_type_are_compared(folder, kind):
     write(folder, "a", URL=["u", "v", "w"], TEXT=["a"] * 3, similarity=values, WIDTH=values, HEIGHT=values)
     assert call("filter", f"folder={folder}", "filter.min_similarity=2", "filter.min_side_px=2") == 0
     assert [row["URL"] for row in left(folder)] == ["v"]
-
-
-def test_parts_that_are_not_there_are_refused(folder, capsys):
-    write(folder, "a.parquet", URL=["u"], TEXT=["a"])
-    assert call("filter", f"folder={folder}") == 0
-    assert capsys.readouterr().out.startswith("filter: 1 rows, 1 left")
-    (folder / "metadata/b.parquet").symlink_to(folder / "nothing")
-    assert call("filter", f"folder={folder}") == 2
-    assert "b.parquet" in capsys.readouterr().err
 
 
 def test_metadata_that_are_removed_in_part_leave_the_filtered_rows_whole(folder, capsys):
@@ -125,8 +117,7 @@ def test_hosts_of_a_private_network_are_not_asked_unless_a_key_allows_it(folder,
         assert "images: 3 rows, 0 left, 0.00 GiB; left out: not a public address 3\n" in capsys.readouterr().out
         assert call("images", *words, f"{key}=true") == 2
         assert f"{key} was false, is true" in capsys.readouterr().err
-        for path in (folder / "tars").iterdir():
-            path.unlink() if path.is_file() else None
+        shutil.rmtree(folder / "tars")
         assert call("images", *words, f"{key}=true") == 0 and hosts.asked == 3
 
 
@@ -144,7 +135,7 @@ def test_damaged_files_of_a_stage_are_named(folder, capsys):
 
 
 def test_addresses_that_name_no_parts_are_refused(folder, capsys):
-    for urls in ("http://a/{part", "http://a/{nope}.parquet", "http://a/{part:zz}.parquet", "http://a/part.parquet"):
+    for urls in ("http://a/{part", "http://a/{part:zz}.parquet", "http://a/part.parquet"):
         [problem] = check(LaionConfig(folder="a", metadata=MetadataConfig(urls=urls, num_parts=2)))
         assert problem.text.startswith(f"metadata.urls: {urls} is no address of parts. Write {{part}} or ")
     wrong = {"http://a/{part}/data.parquet": "is wanted twice", "ftp://a/{part}.parquet": "its addresses are "}

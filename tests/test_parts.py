@@ -79,7 +79,7 @@ def command(source, out, *words: str) -> list[str]:
 def test_killed_between_any_two_files_it_leaves_no_dataset_and_resumes_to_the_same_bytes(source, unbroken, tmp_path):
     num_files = len(unbroken)
     # The state after a file is the state before the next one.
-    numbers = sorted({*range(0, num_files, 3), *range(num_files - 4, num_files)})
+    numbers = sorted({*range(0, num_files, 4), *range(num_files - 3, num_files)})
     for nth, is_before in [*((nth, True) for nth in numbers), (num_files - 1, False)]:
         out = tmp_path / f"{nth}{is_before}"
 
@@ -250,13 +250,12 @@ def test_a_quota_reached_in_a_worker_is_a_message_and_not_a_traceback(source, un
     assert shards.main(command(source, tmp_path / "out")) == 0 and tree(tmp_path / "out") == unbroken
 
 
-def test_a_dataset_of_parts_is_read_through_a_cache_with_its_hashes_checked(source, tmp_path):
+def test_a_dataset_of_parts_is_read_by_streaming_and_a_shard_of_another_size_is_refused(source, tmp_path):
     assert shards.main(command(source, tmp_path / "out")) == 0
-    cache = tmp_path / "cache"
-    dataset = StreamingDataset(remote=str(tmp_path / "out"), local=str(cache), batch_size=1, validate_hash="xxh64")
+    remote = dict(remote=str(tmp_path / "out"), local=str(tmp_path / "cache"), validate_hash="xxh64")
+    dataset = StreamingDataset(**remote, batch_size=1)
     assert [dataset[i]["key"] for i in range(len(dataset))] == [f"a{n}" for n in range(9)] + [f"b{n}" for n in range(5)]
-    with open(tmp_path / "out" / "part-00001" / "shard.00000.mds", "r+b") as file:
-        file.truncate(50)
+    os.truncate(tmp_path / "out" / "part-00001" / "shard.00000.mds", 50)
     with pytest.raises(ValueError, match=r"out/part-00001/shard\.00000\.mds has 50 bytes, index\.json says"):
         read_dataset(str(tmp_path / "out"))
 

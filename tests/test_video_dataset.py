@@ -105,12 +105,8 @@ def test_bad_videos_are_counted_and_named_and_the_rest_is_written(tmp_path):
 def test_filters_hold_for_videos_too_and_names_that_do_not_fit_are_refused(tars, stage, tmp_path, capsys):
     assert shards.main([str(tars), str(tmp_path / "out"), "min_side_px=48", "workers=2"]) == 0
     assert "side below 48 px: 6" in capsys.readouterr().out
-    for words, text in (
-        (["image=jpg", "video=mp4"], "video: mp4 is given beside image=jpg. Give one of them."),
-        (["video=avi"], "video: 00000.tar has no avi. It has video, txt, json."),
-    ):
-        assert shards.main([str(tars / "00000.tar"), str(tmp_path / "none"), *words]) == 2
-        assert text in capsys.readouterr().err
+    assert shards.main([str(tars / "00000.tar"), str(tmp_path / "none"), "image=jpg", "video=mp4"]) == 2
+    assert "video: mp4 is given beside image=jpg. Give one of them." in capsys.readouterr().err
 
     def problems_of(**keys):
         return DataConfig(local=str(stage), **keys).problems(1, {"image_size": list(SIZE)})
