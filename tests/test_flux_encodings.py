@@ -168,7 +168,7 @@ def test_tables_as_they_are_published_make_that_stage(tmp_path, kind):
 
 
 def test_samples_that_cannot_be_kept_are_named_with_their_reason(make_stage, tmp_path, capsys):
-    good, shapes = preprocessed("tiny", 12), SHAPES["tiny"]
+    good, shapes = preprocessed("tiny", 10), SHAPES["tiny"]
 
     def with_value(name: str, value: float) -> dict[str, bytes]:
         values = np.zeros(shapes[name])
@@ -178,17 +178,15 @@ def test_samples_that_cannot_be_kept_are_named_with_their_reason(make_stage, tmp
     broken: list[tuple[dict[str, Any], str]] = [
         (with_value("t5_encodings", 70144.0), "t5_encodings have numbers beyond 65,504, the largest one of float16"),
         (with_value("mean", float("inf")), "mean are not finite"),
-        (with_value("logvar", float("nan")), "logvar are not finite"),
         ({"clip_encodings": npy(np.zeros(shapes["clip_encodings"], np.float32))}, "clip_encodings are not uint16"),
         ({"mean": npy(np.zeros((4, 8, 8), np.uint16))}, "mean of another shape than (16, 8, 8)"),
-        ({"mean": good[0]["mean"][:-1]}, "mean are no whole .npy array"),
         ({"clip_encodings": None}, "missing clip_encodings"),
         ({"logvar": npy(np.array([{}], object))}, "logvar are no whole .npy array"),
         ({"__key__": good[0]["__key__"]}, "duplicate key"),
     ]
     samples = [{**sample, **changes} for sample, (changes, _) in zip(good[1:], broken, strict=False)]
     assert make_stage([good[0], *samples, good[-1]], tmp_path / "out") == 0
-    assert [row["key"] for row in rows(tmp_path / "out")] == ["00000", "00011"]
+    assert [row["key"] for row in rows(tmp_path / "out")] == ["00000", "00009"]
     reasons = [reason for _, _, reason in skipped(tmp_path / "out" / "skipped.jsonl")]
     assert reasons == [reason for _, reason in broken]
     message = "empty: not given. A run that drops captions encodes the empty text, and has to build T5 for that."
