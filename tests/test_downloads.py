@@ -30,7 +30,7 @@ def md5(content: bytes) -> str:
 
 
 def list_of(*names: str) -> bytes:
-    return "".join(f"{md5(name.encode())}  {name}\n" for name in names).encode()
+    return "".join(f"{md5(b'%d' % n)}  {name}\n" for n, name in enumerate(names)).encode()
 
 
 # --- the manifest ---
