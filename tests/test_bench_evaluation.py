@@ -22,9 +22,10 @@ def test_a_rung_is_scored_three_times_after_a_first(tmp_path):
     done = run("python", "-m", "bench.evaluation", *words, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    same = {"clip_model": "random-CLIP", "compile": "off", "precision": "fp32"}
+    same |= {"windows": 3, "num_prompts": 4, "eval_batch_size": 2}
+    assert same.items() <= summary.items()
     assert summary["images_per_sec_min"] <= summary["images_per_sec"] <= summary["images_per_sec_max"]
-    assert summary["clip_model"] == "random-CLIP" and summary["compile"] == "off" and summary["precision"] == "fp32"
-    assert summary["windows"] == 3 and summary["num_prompts"] == 4 and summary["eval_batch_size"] == 2
     assert 0 < summary["figures_seconds"] < summary["seconds"] and summary["first_step_seconds"] > 0
     rounds = [4 / summary[f"images_per_sec{end}"] + summary["figures_seconds"] for end in ("_min", "", "_max")]
     assert sum(rounds) == pytest.approx(summary["seconds"], rel=1e-3)
@@ -47,12 +48,10 @@ def test_the_record_names_the_pair_that_has_measured(monkeypatch):
     [
         ("eval.prompts=x.tsv", "eval.prompts: is made up here. Leave it out."),
         ("eval.guidance=[1,2]", "eval.guidance: [1, 2] is a list. One scale is measured here."),
-        ("eval.steps=0", "eval.steps is 0. Possible: 2 to 500."),
         ("eval.num_prompts=1", "eval.num_prompts: 1, but FID compares covariances."),
         ("cudnn_benchmark=true", "cudnn_benchmark: true needs a GPU."),
     ],
 )
 def test_impossible_keys_are_refused(tmp_path, capsys, word, said):
     assert evaluation.main([*WORDS, word, f"run_folder={tmp_path}", "run_name=a"]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "a").exists()
+    assert said in capsys.readouterr().err and not (tmp_path / "a").exists()

@@ -213,54 +213,50 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pa
         server.shutdown()
 
 
-def grow(folder: Path, lines: list[bytes], grid: Path | None = None, end: bytes = b"") -> None:
-    with open(folder / "metrics.jsonl", "ab") as file:
-        file.write(b"".join(lines) + end)
-    if grid is not None:
-        shutil.copy(grid, folder / "samples")
-
-
 def test_a_page_renews_itself_and_keeps_what_the_reader_has_moved(chromium, served, tmp_path):
     runs, address = served
-    whole, running = copy_run(tmp_path), tmp_path / "later" / "now"
-    shutil.copytree(whole, running)
-    (running / "summary.json").unlink()
-    lines = (running / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (running / "metrics.jsonl").write_bytes(b"".join(lines[:40]))
-    start = json.loads((running / "starts.jsonl").read_text())
-    (running / "starts.jsonl").write_text(json.dumps({key: of for key, of in start.items() if key != "seconds"}) + "\n")
-    *_, last = sorted((running / "samples").glob("*.png"))
+    whole, later = copy_run(tmp_path), tmp_path / "later" / "now"
+    shutil.copytree(whole, later)
+    (later / "summary.json").unlink()
+    lines = (later / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (later / "metrics.jsonl").write_bytes(b"".join(lines[:40]))
+    start = json.loads((later / "starts.jsonl").read_text())
+    (later / "starts.jsonl").write_text(json.dumps({key: of for key, of in start.items() if key != "seconds"}) + "\n")
+    *_, last = sorted((later / "samples").glob("*.png"))
     last.unlink()
     with Opened(chromium, address, height=500) as opened, Opened(chromium, address) as second:
-        assert "no run has started yet" in opened.tab.locator("main").inner_text()
-        running.parent.rename(runs)
+        tab = opened.tab
+        assert "no run has started yet" in tab.locator("main").inner_text()
+        later.parent.rename(runs)
         running = runs / "now"
-        opened.tab.locator("#runs").wait_for(timeout=20_000)
-        assert opened.tab.locator("#runs tbody td").first.inner_text() == "running"
-        opened.tab.get_by_role("link", name="now").click()
-        second.tab.goto(opened.tab.url)
-        opened.tab.locator("#samples-slider").press("Home")
-        opened.tab.locator("#configuration summary").nth(1).press("Enter")
-        opened.tab.locator("#samples-slider").focus()
-        at = opened.tab.evaluate("scrollTo(0, 700), scrollY")
+        tab.locator("#runs").wait_for(timeout=20_000)
+        assert tab.locator("#runs tbody td").first.inner_text() == "running"
+        tab.get_by_role("link", name="now").click()
+        second.tab.goto(tab.url)
+        tab.locator("#samples-slider").press("Home")
+        tab.locator("#configuration summary").nth(1).press("Enter")
+        tab.locator("#samples-slider").focus()
+        at = tab.evaluate("scrollTo(0, 700), scrollY")
         assert at == 700 and opened.shown() == grids_of(whole)[0] and second.shown() == grids_of(whole)[2]
         opened.asked.clear()
-        opened.tab.evaluate("document.body.firstElementChild.id = 'old'")
-        grow(running, lines[40:80], whole / "samples" / last.name, end=lines[80][:30])
-        for tab in (opened.tab, second.tab):
-            tab.locator("#samples-image img").nth(3).wait_for(state="attached", timeout=20_000)
-        assert opened.tab.locator("#old").count() == 0
+        tab.evaluate("document.body.firstElementChild.id = 'old'")
+        shutil.copy(whole / "samples" / last.name, running / "samples")
+        with open(running / "metrics.jsonl", "ab") as file:
+            file.write(b"".join(lines[40:80]) + lines[80][:30])
+        for each in (tab, second.tab):
+            each.locator("#samples-image img").nth(3).wait_for(state="attached", timeout=20_000)
+        assert tab.locator("#old").count() == 0
         # The reader's slider stays where it was put; one that stood at the end shows the newest.
         assert opened.shown() == grids_of(whole)[0] and second.shown() == grids_of(whole)[3]
-        assert opened.tab.evaluate("[scrollY, document.activeElement.id]") == [at, "samples-slider"]
-        assert opened.tab.locator("#configuration details").nth(1).get_attribute("open") == ""
-        opened.tab.locator("#samples-slider").press("ArrowRight")
+        assert tab.evaluate("[scrollY, document.activeElement.id]") == [at, "samples-slider"]
+        assert tab.locator("#configuration details").nth(1).get_attribute("open") == ""
+        tab.locator("#samples-slider").press("ArrowRight")
         assert opened.shown() == grids_of(whole)[1]
         # Resumed: the record is cut back, and continues.
         (running / "metrics.jsonl").write_bytes(b"".join(lines[:20]))
         with open(running / "starts.jsonl", "a") as file:
             file.write(json.dumps({**start, "start": 2, "batch": 200}) + "\n")
-        opened.tab.locator("#starts tbody tr").nth(1).wait_for(state="attached", timeout=20_000)
+        tab.locator("#starts tbody tr").nth(1).wait_for(state="attached", timeout=20_000)
         assert opened.shown() == grids_of(whole)[1] and opened.wrong == second.wrong == []
         assert {url.split("/")[2] for url in opened.asked} == {address.split("/")[2]}
 
@@ -269,24 +265,11 @@ def test_a_page_whose_server_has_ended_stays_and_says_so(chromium, tmp_path, mon
     monkeypatch.setattr(live, "STATUS", live.STATUS.replace("4000", "100"))
     server = live.Server("127.0.0.1", 0, live.Site(copy_run(tmp_path)))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    with Opened(chromium, server.address) as opened:
-        assert opened.tab.locator("#live").is_hidden()
+    with Opened(chromium, server.address, bypass_csp=True) as opened:
+        notice = opened.tab.locator("#live")
+        assert notice.is_hidden()
         server.shutdown()
         server.server_close()
-        opened.tab.locator("#live").wait_for(timeout=20_000)
-        assert opened.tab.locator("#live").inner_text().startswith("Nobody answers there since ")
-        assert opened.tab.locator("#result").is_visible()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_core_finds_nothing_wrong_with_served_pages(chromium, served, monkeypatch, scheme):
-    """Before the first run, and when the server has ended: the notice is shown here without an end."""
-    runs, address = served
-    monkeypatch.setattr(live, "STATUS", live.STATUS.replace('"100"', '"100000000"'))
-    with Opened(chromium, address, color_scheme=scheme, bypass_csp=True) as opened:
-        assert violations(opened.tab) == []
-        copy_run(runs)
-        opened.tab.goto(f"{address}shapes_run/page.html")
-        said = "document.getElementById('live')"
-        opened.tab.evaluate(f"{said}.hidden = false, {said}.textContent = 'Nobody answers there'")
-        assert opened.tab.locator("#live").is_visible() and violations(opened.tab) == []
+        notice.wait_for(timeout=20_000)
+        assert notice.inner_text().startswith("Nobody answers there since ")
+        assert opened.tab.locator("#result").is_visible() and violations(opened.tab) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 import warnings
 import zipfile
 from types import SimpleNamespace
@@ -70,27 +71,21 @@ def pytorch_fid(a: Statistics, b: Statistics) -> float:
 
 @pytest.mark.parametrize(("dim", "batch", "offset"), [(1, 64, 0), (64, 1, 0), (BLOCK + 44, 500, 0), (8, 7, 500)])
 def test_sums_give_numpys_mean_and_covariance(dim, batch, offset):
-    """Also of a mean a thousand times the spread, and whatever the batches."""
+    """Also of a mean a thousand times the spread, and whatever the batches; of two ranks when their sums are added."""
     given = features(500, dim).double() + offset
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, expected = statistics(given, batch), numpy_statistics(given)
-    assert found.mean.dtype == found.covariance.dtype == np.float64
-    assert (found.mean.shape, found.covariance.shape, found.num_images) == ((dim,), (dim, dim), 500)
-    np.testing.assert_allclose(found.mean, expected.mean, rtol=1e-12)
-    np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-9 if offset else 1e-12)
-    assert np.array_equal(found.covariance, found.covariance.T)
-
-
-def test_the_sums_of_two_ranks_added_give_what_one_gives():
-    given = features(300, 40)
-    first, second = FeatureSums(40), FeatureSums(40)
+    first, second = FeatureSums(dim), FeatureSums(dim)
     first.update(given[:100])
     second.update(given[100:])
     for name, tensor in first.tensors().items():
         tensor += second.tensors()[name]
-    found, expected = first.compute(), statistics(given)
-    assert found.num_images == 300
-    np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-12)
+    for one in (found, first.compute()):
+        assert one.mean.dtype == one.covariance.dtype == np.float64
+        assert (one.mean.shape, one.covariance.shape, one.num_images) == ((dim,), (dim, dim), 500)
+        np.testing.assert_allclose(one.mean, expected.mean, rtol=1e-12)
+        np.testing.assert_allclose(one.covariance, expected.covariance, atol=1e-9 if offset else 1e-12)
+        assert np.array_equal(one.covariance, one.covariance.T)
 
 
 def test_sums_of_16_bit_features_stay_float64_and_are_those_of_the_wide_ones():
@@ -103,28 +98,27 @@ def test_sums_of_16_bit_features_stay_float64_and_are_those_of_the_wide_ones():
 
 
 def test_features_that_are_not_finite_name_their_prompts():
-    given = features(8, 4)
+    given, sums = features(8, 4), FeatureSums(4)
     given[3, 1], given[5, 0] = float("nan"), float("inf")
-    sums = FeatureSums(4)
-    with pytest.raises(
-        ValueError, match=r"^FID: NaN or infinite for 2 of 8 images \(prompts 417, 901\)\. A score is of"
+    for rows, ids, text in (
+        (
+            given,
+            [11, 12, 13, 417, 15, 901, 17, 18],
+            r"^FID: NaN or infinite for 2 of 8 images \(prompts 417, 901\)\. A s",
+        ),
+        (given, None, r"\(rows of the batch 3, 5\)"),
+        (torch.full((8, 4), float("nan")), torch.arange(8), r"\(prompts 0, 1, 2, 3, 4 and 3 more\)"),
     ):
-        sums.update(given, ids=[11, 12, 13, 417, 15, 901, 17, 18])
-    with pytest.raises(ValueError, match=r"\(rows of the batch 3, 5\)"):
-        sums.update(given)
-    with pytest.raises(ValueError, match=r"\(prompts 0, 1, 2, 3, 4 and 3 more\)"):
-        sums.update(torch.full((8, 4), float("nan")), ids=torch.arange(8))
+        with pytest.raises(ValueError, match=text):
+            sums.update(rows, ids=ids)
     assert not sums.n, "nothing was added"
 
 
 @pytest.mark.filterwarnings("ignore:.*was called before.*:UserWarning")
-@pytest.mark.parametrize("num", [0, 1])
-def test_statistics_of_less_than_two_images_are_refused(num):
-    with pytest.raises(ValueError, match=f"^FID: {num} images were given. A covariance needs 2 at least."):
-        statistics(features(num, 4)) if num else FeatureSums(4).compute()
-
-
-def test_too_few_images_for_a_covariance_are_a_warning():
+def test_less_than_two_images_are_refused_and_too_few_for_a_covariance_are_a_warning():
+    for num in (0, 1):
+        with pytest.raises(ValueError, match=f"^FID: {num} images were given. A covariance needs 2 at least."):
+            statistics(features(num, 4)) if num else FeatureSums(4).compute()
     assert covariance_warning(2049, 2048) is None and covariance_warning(None, 2048) is None
     said = (
         "2,048 images for 2,048 features: the covariance is singular (rank 2,047 at most) and FID comes out too high."
@@ -174,15 +168,10 @@ def test_a_singular_covariance_needs_no_epsilon(num_a, num_b):
     centred = [(x - x.mean(dim=0)) / (len(x) - 1) ** 0.5 for x in (a, b)]
     root = torch.linalg.matrix_norm(centred[0] @ centred[1].T, "nuc")
     expected = (a.mean(0) - b.mean(0)).square().sum() + sum(x.square().sum() for x in centred) - 2 * root
-    assert frechet_distance(statistics(a), statistics(b)) == pytest.approx(float(expected), rel=1e-10)
-
-
-def test_statistics_have_no_distance_to_themselves():
-    for num in (2, 20, 400):
-        one = statistics(features(num, 64))
-        assert frechet_distance(one, one) == pytest.approx(0, abs=1e-12 * np.trace(one.covariance))
-    same = statistics(torch.ones(10, 64))
-    assert frechet_distance(same, same) == 0
+    one, two = statistics(a), statistics(b)
+    assert frechet_distance(one, two) == pytest.approx(float(expected), rel=1e-10)
+    for same in (one, two, statistics(torch.ones(10, 64))):
+        assert frechet_distance(same, same) == pytest.approx(0, abs=1e-12 * np.trace(same.covariance))
 
 
 def test_an_impossible_covariance_and_other_features_have_no_distance():
@@ -217,21 +206,16 @@ def test_2048_features_equal_pytorch_fid_and_torchmetrics():
 # --- files ---
 
 
-def test_statistics_survive_the_file(tmp_path):
+def test_statistics_survive_the_file_and_pytorch_fids_file_is_read(tmp_path):
     one, path = statistics(features(30, 6)), tmp_path / "a.stats"  # no suffix is added
     write_statistics(path, one, {"extractor": "mine", "resize": "none", "image_size": 64})
     found = read_statistics(path, num_features=6)
     assert np.array_equal(found.mean, one.mean) and np.array_equal(found.covariance, one.covariance)
-    assert found.num_images == 30
     assert read_facts(path) == {"num_images": 30, "extractor": "mine", "resize": "none", "image_size": 64}
-    assert [p.name for p in tmp_path.iterdir()] == ["a.stats"]
-
-
-def test_pytorch_fids_file_is_read(tmp_path):
-    one, path = statistics(features(30, 6)), tmp_path / "theirs.npz"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.stats"] and found.num_images == 30
     rounded = one.covariance.astype(np.float32)
     rounded[0, 1] *= 1 + 1e-6  # not quite symmetric
-    np.savez_compressed(path, mu=one.mean, sigma=rounded)
+    np.savez_compressed(path := tmp_path / "theirs.npz", mu=one.mean, sigma=rounded)
     found = read_statistics(path)
     np.testing.assert_allclose(found.covariance, one.covariance, atol=1e-6)
     assert found.num_images is None and found.covariance.dtype == np.float64
@@ -250,6 +234,10 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a.npz"]
 
 
+SHAPES = "mu is {}, sigma is float64 {}. Possible: real numbers (D"
+NAN, INF = np.array([0.0, np.nan]), np.full((2, 2), np.inf)
+
+
 @pytest.mark.parametrize(
     ("arrays", "text"),
     [
@@ -257,20 +245,11 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
             dict(mean=np.zeros(2), cov=np.eye(2)),
             "its arrays are mean, cov. Statistics are mu and sigma. Make the file aga",
         ),
-        (
-            dict(mu=np.zeros((1, 2)), sigma=np.eye(2)),
-            "mu is float64 (1, 2), sigma is float64 (2, 2). Possible: real numb",
-        ),
-        (
-            dict(mu=np.zeros(2), sigma=np.eye(3)),
-            "mu is float64 (2,), sigma is float64 (3, 3). Possible: real numbers (D",
-        ),
-        (
-            dict(mu=np.array(["a", "b"]), sigma=np.eye(2)),
-            "mu is <U1 (2,), sigma is float64 (2, 2). Possible: real numb",
-        ),
-        (dict(mu=np.array([0.0, np.nan]), sigma=np.eye(2)), "mu has 1 values that are NaN or infinite."),
-        (dict(mu=np.zeros(2), sigma=np.full((2, 2), np.inf)), "sigma has 4 values that are NaN or infinite."),
+        (dict(mu=np.zeros((1, 2)), sigma=np.eye(2)), SHAPES.format("float64 (1, 2)", "(2, 2)")),
+        (dict(mu=np.zeros(2), sigma=np.eye(3)), SHAPES.format("float64 (2,)", "(3, 3)")),
+        (dict(mu=np.array(["a", "b"]), sigma=np.eye(2)), SHAPES.format("<U1 (2,)", "(2, 2)")),
+        (dict(mu=NAN, sigma=np.eye(2)), "mu has 1 values that are NaN or infinite."),
+        (dict(mu=np.zeros(2), sigma=INF), "sigma has 4 values that are NaN or infinite."),
         (dict(mu=np.zeros(2), sigma=np.array([[1.0, 0.5], [0.4, 1.0]])), "sigma and its transpose differ by 0.1."),
         (
             dict(mu=np.zeros(2), sigma=np.eye(2), num_images=[3, 4]),
@@ -283,11 +262,9 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
     ],
 )
 def test_a_file_that_holds_no_statistics_is_refused(tmp_path, arrays, text):
-    path = tmp_path / "a.npz"
-    np.savez(path, **arrays)
-    with pytest.raises(ValueError) as caught:
+    np.savez(path := tmp_path / "a.npz", **arrays)
+    with pytest.raises(ValueError, match="^" + re.escape(f"{path}: {text}")):
         read_statistics(path, num_features=2)
-    assert str(caught.value).startswith(f"{path}: {text}")
 
 
 def test_a_file_that_is_no_npz_is_refused(tmp_path):
@@ -323,19 +300,14 @@ def full_state() -> dict[str, torch.Tensor]:
     return fid._random_network().state_dict()
 
 
-def pytorch_fids_network(monkeypatch, state):
-    """Its own InceptionV3, its download answered with the given weights."""
-    import pytorch_fid.inception as theirs
-
-    monkeypatch.setattr(theirs, "load_state_dict_from_url", lambda *_, **__: state)
-    return theirs.InceptionV3().eval()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
 def test_features_are_pytorch_fids(extractor, monkeypatch):
-    network = pytorch_fids_network(monkeypatch, full_state())
-    given = images(2, 80, 100)
+    """Those of its own InceptionV3, whose download is answered with the same weights."""
+    import pytorch_fid.inception as theirs
+
+    monkeypatch.setattr(theirs, "load_state_dict_from_url", lambda *_, **__: full_state())
+    network, given = theirs.InceptionV3().eval(), images(2, 80, 100)
     with torch.no_grad():
         expected = network(given)[0].flatten(1)
     found = extractor(given)
@@ -356,41 +328,27 @@ def test_features_are_full_float32_whatever_is_outside(extractor):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_tensorfloat_is_off_while_a_score_is_computed_and_restored_after_it(allowed):
+def test_tensorfloat_is_off_while_a_score_is_computed_and_restored_after_it(allowed, monkeypatch):
     """Set by the old switches, as Composer does it, and seen through them; a mix of both kinds is an error in torch."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    try:
-        matmul.allow_tf32 = cudnn.allow_tf32 = allowed
-        with pytest.raises(KeyError), full_float32(torch.device("cpu")):
-            if not hasattr(matmul, "fp32_precision"):
-                assert (matmul.allow_tf32, cudnn.allow_tf32) == (False, False)
-            raise KeyError
-        assert (matmul.allow_tf32, cudnn.allow_tf32) == (allowed, allowed)
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+    owners = torch.backends.cuda.matmul, torch.backends.cudnn
+    for owner in owners:
+        monkeypatch.setattr(owner, "allow_tf32", allowed)
+    with pytest.raises(KeyError), full_float32(torch.device("cpu")):
+        if not hasattr(owners[0], "fp32_precision"):
+            assert [owner.allow_tf32 for owner in owners] == [False, False]
+        raise KeyError
+    assert [owner.allow_tf32 for owner in owners] == [allowed, allowed]
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
-def test_each_fp32_precision_is_restored_by_itself():
+def test_each_fp32_precision_is_restored_by_itself(monkeypatch):
     owners = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
-
-    def read():
-        return tuple(owner.fp32_precision for owner in owners)
-
-    def write(values):
+    for values in itertools.product(["ieee", "tf32"], repeat=3):
         for owner, value in zip(owners, values, strict=True):
-            owner.fp32_precision = value
-
-    before = read()
-    try:
-        for values in itertools.product(["ieee", "tf32"], repeat=3):
-            write(values)
-            with full_float32(torch.device("cpu")):
-                assert read() == ("ieee", "ieee", "ieee")
-            assert read() == values
-    finally:
-        write(before)
+            monkeypatch.setattr(owner, "fp32_precision", value)
+        with full_float32(torch.device("cpu")):
+            assert [owner.fp32_precision for owner in owners] == ["ieee"] * 3
+        assert [owner.fp32_precision for owner in owners] == [*values]
 
 
 def test_each_resize_is_what_it_says(extractor, monkeypatch):
@@ -494,20 +452,22 @@ def test_the_command_makes_statistics_of_a_folder(tmp_path, capsys, monkeypatch)
 
 
 def test_the_command_reports_everything_that_is_wrong(tmp_path, capsys):
-    assert fid_statistics.main([str(tmp_path), str(tmp_path / "out.npy"), "batch_size=0", "image_siz=3"]) == 2
-    begins = [
-        "command line: batch_size is 0. Possible: 1 to 65,536.",
-        "command line: unknown key 'image_siz'. Did you mean 'image_size'?",
-        f"FOLDER: {tmp_path}: no image among its 0 entries. Give a folder with images (.jpg, ",
-        f"OUT: {tmp_path / 'out.npy'} does not end in .npz. Give a name that does.",
-    ]
-    for line, begin in zip(capsys.readouterr().err.splitlines(), begins, strict=True):
-        assert line.startswith(begin)
-    (tmp_path / "a.png").write_bytes(picture(1, kind="PNG"))
-    for words, text in (
-        (["inception=random"], "command line: FOLDER and OUT.npz have to be given."),
-        ([str(tmp_path), f"{tmp_path}/no/out.npz", "inception=random"], f"OUT: there is no folder {tmp_path}/no."),
-        ([str(tmp_path), f"{tmp_path}/out.npz", "inception=/none.pth"], "inception: /none.pth: there is no such file."),
+    here = str(tmp_path)
+    for words, texts in (
+        (
+            [here, f"{here}/out.npy", "batch_size=0", "image_siz=3"],
+            [
+                "command line: batch_size is 0. Possible: 1 to 65,536.",
+                "command line: unknown key 'image_siz'. Did you mean 'image_size'?",
+                f"FOLDER: {here}: no image among its 0 entries. Give a folder with images (.jpg, ",
+                f"OUT: {here}/out.npy does not end in .npz. Give a name that does.",
+            ],
+        ),
+        (["inception=random"], ["command line: FOLDER and OUT.npz have to be given."]),
+        ([here, f"{here}/no/out.npz", "inception=random"], [f"OUT: there is no folder {here}/no."]),
+        ([here, f"{here}/out.npz", "inception=/none.pth"], ["inception: /none.pth: there is no such file."]),
     ):
         assert fid_statistics.main(words) == 2
-        assert capsys.readouterr().err.startswith(text)
+        for line, text in zip(capsys.readouterr().err.splitlines(), texts, strict=True):
+            assert line.startswith(text)
+        (tmp_path / "a.png").write_bytes(picture(1, kind="PNG"))

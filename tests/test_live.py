@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from browser_pages import HTML, broken_run, copy_run, other_run
@@ -40,6 +41,9 @@ def server(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[live.Server]
         server.shutdown()
 
 
+RUN = "/shapes_run/page.html"
+
+
 def ask(server: live.Server, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, str, str]:
     """Status, ETag and text of an answer."""
     client = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
@@ -54,15 +58,14 @@ def ask(server: live.Server, path: str = "/", method: str = "GET", **headers: st
 def test_a_page_is_made_again_only_when_the_record_has_changed(server, runs, monkeypatch):
     folder, made = copy_run(runs), []
     monkeypatch.setattr(live, "page_of", lambda run, real=live.page_of: (made.append(run), real(run))[1])
-    status, tag, text = ask(server, "/shapes_run/page.html")
+    status, tag, text = ask(server, RUN)
     assert (status, made) == (200, [folder]) and "Target reached" in text
-    for headers in ({}, {"If-None-Match": tag}):
-        again = ask(server, "/shapes_run/page.html", **headers)
-        assert again[:2] == (304 if headers else 200, tag) and again[2] == ("" if headers else text)
-    assert ask(server, "/shapes_run/page.html", "HEAD") == (200, tag, "") and len(made) == 1
+    assert ask(server, RUN) == (200, tag, text)
+    assert ask(server, RUN, **{"If-None-Match": tag}) == (304, tag, "")
+    assert ask(server, RUN, "HEAD") == (200, tag, "") and len(made) == 1
     with open(folder / "metrics.jsonl", "ab") as file:
         file.write(b'{"batch": 1610, "ima')  # a line that is being written
-    status, newer, text = ask(server, "/shapes_run/page.html", **{"If-None-Match": tag})
+    status, newer, text = ask(server, RUN, **{"If-None-Match": tag})
     assert status == 200 and newer != tag and len(made) == 2 and "The last line of metrics.jsonl is cut off" in text
 
 
@@ -80,59 +83,45 @@ def test_a_page_that_takes_long_is_made_seldom(runs, monkeypatch):
     monkeypatch.setattr(live, "page_of", make)
     site = live.Site(runs)
     for now[0] in (0.0, 2.1, 19.9, 20.1, 22.2):
-        assert site.find("/shapes_run/page.html") is not None
+        assert site.find(RUN) is not None
     assert made == [0.0, 20.1]  # 2 s of work, 18 s of rest
 
 
 def test_only_the_pages_of_runs_are_served_and_nothing_can_be_changed(server, runs, monkeypatch):
     folder = copy_run(runs)
-    assert ask(server, "/shapes_run/page.html?a=b")[0] == 200
+    assert ask(server, f"{RUN}?a=b")[0] == 200
     others = ["/x", "/shapes_run", "/shapes_run/config.yaml", "/%2e%2e/etc/passwd", "//etc/passwd", "/%ff", "*"]
-    for path in (*others, "/../shapes_run/page.html", "/shapes_run/../shapes_run/page.html", "/shapes_run/page.html/"):
+    for path in (*others, f"/..{RUN}", f"/shapes_run/..{RUN}", f"{RUN}/"):
         assert ask(server, path)[0] == 404, path
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
         assert ask(server, "/", method)[0] == 501
-
-    def refuse(run: Path) -> str:
-        raise ValueError("a <b>reason</b>")
-
     os.utime(folder / "metrics.jsonl", (1, 1))
     with monkeypatch.context() as patch:
-        patch.setattr(live, "page_of", refuse)
-        assert "<p>a &lt;b&gt;reason&lt;/b&gt;</p>" in ask(server, "/shapes_run/page.html")[2]
+        patch.setattr(live, "page_of", mock.Mock(side_effect=ValueError("a <b>reason</b>")))
+        assert "<p>a &lt;b&gt;reason&lt;/b&gt;</p>" in ask(server, RUN)[2]
     os.utime(folder / "metrics.jsonl")
-    assert "Target reached" in ask(server, "/shapes_run/page.html")[2]
+    assert "Target reached" in ask(server, RUN)[2]
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        *(("evil.example", 421), ("127.0.0.1.evil.example:80", 421), ("", 421), ("[::1", 421), ("localhost:9000", 200)),
-        *(("LOCALHOST", 200), ("127.0.0.1", 200), ("[::1]:80", 200), ("192.168.0.7:8765", 200)),
-    ],
-)
-def test_a_page_of_another_site_cannot_read_the_answers(server, host, status):
+def test_a_page_of_another_site_cannot_read_the_answers(server):
     """DNS rebinding: its name leads here, and its scripts could read what is answered."""
-    found, _, text = ask(server, Host=host)
-    assert found == status and ("Host: not a name of this machine." in text) == (status == 421)
+    for host in ("evil.example", "127.0.0.1.evil.example:80", "", "[::1"):
+        status, _, text = ask(server, Host=host)
+        assert status == 421 and "Host: not a name of this machine." in text, host
+    for host in ("localhost:9000", "LOCALHOST", "127.0.0.1", "[::1]:80", "192.168.0.7:8765"):
+        assert ask(server, Host=host)[0] == 200, host
 
 
-def test_a_name_with_html_is_a_name(server, runs):
+def test_a_name_with_html_or_that_is_no_text_has_its_own_page(server, runs):
+    """The name of a folder is bytes, not always those of UTF-8."""
     other_run(runs)
+    shutil.copytree(copy_run(runs), Path(os.fsdecode(os.fsencode(runs) + b"/d\xe9but")))
     text = ask(server)[2]
     assert "a&lt;b&gt;&amp;&#39;q&#34; \U0001f600" in text and "a<b>" not in text
-    [link] = [part.partition('"')[0] for part in text.split('<a href="')[1:]]
-    assert link == "a%3Cb%3E%26%27q%22%20%F0%9F%98%80/page.html" and ask(server, f"/{link}")[0] == 200
-
-
-def test_a_run_whose_name_is_no_text_has_a_page_and_hides_no_other(server, runs):
-    """The name of a folder is bytes, not always those of UTF-8."""
-    shutil.copytree(copy_run(runs), Path(os.fsdecode(os.fsencode(runs) + b"/d\xe9but")))
-    status, _, text = ask(server)
-    assert status == 200 and "shapes_run/page.html" in text and 'href="d%E9but/page.html"' in text
-    for path in ("/shapes_run/page.html", "/d%E9but/page.html"):
-        status, _, text = ask(server, path)
-        assert status == 200 and "Target reached" in text
+    links = [part.partition('"')[0] for part in text.split('<a href="')[1:]]
+    nasty = "a%3Cb%3E%26%27q%22%20%F0%9F%98%80/page.html"
+    assert sorted(links) == [nasty, "d%E9but/page.html", "shapes_run/page.html"]
+    assert [ask(server, f"/{link}")[0] for link in links] == [200] * 3
     assert ask(server, "/d%C3%A9but/page.html")[0] == 404
 
 
@@ -149,8 +138,7 @@ def test_a_folder_that_appears_later_may_be_a_run_or_a_folder_of_runs(server, ru
 @pytest.mark.timeout(60, func_only=True)
 def test_the_command_prints_its_address_and_ends_quietly(runs):
     words = [sys.executable, "-m", "reports.live", str(runs), "port=0", "host=0.0.0.0"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    with subprocess.Popen(words, **pipes, start_new_session=True) as process:
+    with subprocess.Popen(words, stdout=-1, stderr=-1, text=True, cwd=ROOT, start_new_session=True) as process:
         assert process.stdout.readline().startswith("http://0.0.0.0:")
         said = process.stderr.readline()
         process.send_signal(signal.SIGINT)
@@ -161,16 +149,14 @@ def test_the_command_prints_its_address_and_ends_quietly(runs):
 
 def test_impossible_ports_folders_and_words_are_refused(server, tmp_path, capsys):
     host, port = server.server_address[:2]
-    (tmp_path / "file").touch()
+    (file := tmp_path / "file").touch()
     ways = "Possible: one folder. Give a run's, or that of all runs."
+    used = f"port: {port} on {host} cannot be used: Address already in use. Give another port="
     for words, text in (
-        (
-            ["runs", f"port={port}"],
-            f"port: {port} on {host} cannot be used: Address already in use. Give another port=",
-        ),
-        ([str(tmp_path / "file"), "name=a"], "command line: unknown key 'name'. Known: host, port."),
+        (["runs", f"port={port}"], used),
+        ([str(file), "name=a"], "command line: unknown key 'name'. Known: host, port."),
         (["a", "b"], f"command line: 'a b'. {ways}"),
-        ([str(tmp_path / "file")], f"command line: '{tmp_path}/file'. {ways}"),
+        ([str(file)], f"command line: '{file}'. {ways}"),
     ):
         assert live.main(words) == 2
         assert text in capsys.readouterr().err
@@ -194,13 +180,17 @@ def test_the_table_has_every_run_under_a_folder_with_its_figures(runs, capsys):
 
 
 def test_a_state_is_that_of_the_lock_and_the_record(tmp_path, monkeypatch):
-    folder, ended = copy_run(tmp_path), {"seconds": 5.0}
-    assert state_of(folder, [ended], {"batches": 1}) == "finished"
-    assert state_of(folder, [ended], {}) == "stopped"
-    assert state_of(folder, [{**ended, "failed": "loss: nan"}], {}) == "failed"
-    assert state_of(folder, [{}], {}) == "running"  # written a moment ago, by a machine whose locks are not to be seen
-    os.utime(folder / "metrics.jsonl", (0, 0))
-    os.utime(folder / "starts.jsonl", (0, 0))
+    folder, ended, failed = copy_run(tmp_path), {"seconds": 5.0}, {"seconds": 5.0, "failed": "loss: nan"}
+    # Without an end: written a moment ago, by a machine whose locks are not to be seen.
+    for start, summary, state in (
+        (ended, {"batches": 1}, "finished"),
+        (ended, {}, "stopped"),
+        (failed, {}, "failed"),
+        ({}, {}, "running"),
+    ):
+        assert state_of(folder, [start], summary) == state
+    for name in ("metrics.jsonl", "starts.jsonl"):
+        os.utime(folder / name, (0, 0))
     assert state_of(folder, [{}], {}) == "stopped"
     before = signature(folder)
     with FileLock(folder / ".lock"):
@@ -221,12 +211,11 @@ def test_a_running_run_has_the_figures_of_its_record_so_far(runs):
     (folder / "starts.jsonl").write_text(json.dumps({**start, "seconds": 100.0, "num_devices": 8}) + "\n")
     kept = [json.loads(line) for line in lines[:60]]
     evaluation = [line for line in kept if line.get("evaluation")][-1]
-    found = figures_of(read_history(folder))
-    seconds = max(100.0, *(line["start_sec"] for line in kept))
-    assert (found["fid"], found["clip"]) == (evaluation["fid"], evaluation["clip"])
     speeds = [line["images_per_sec"] for line in kept if line.get("warmup") is False]
+    found, seconds = figures_of(read_history(folder)), max(100.0, *(line["start_sec"] for line in kept))
+    expected = {"fid": evaluation["fid"], "clip": evaluation["clip"], "images": kept[-1]["images"], "seconds": seconds}
+    assert expected.items() <= found.items()
     assert found["images_per_sec"] == pytest.approx(statistics.median(speeds))
-    assert found["images"] == kept[-1]["images"] and found["seconds"] == seconds
     assert found["cost"] == pytest.approx(8 * seconds)
     assert '<td data-key="stopped" class="stopped">stopped</td>' in page.html_of_all(runs, [folder])
     left = 2000 * 32 - kept[-1]["images"]  # of config.yaml

@@ -84,18 +84,17 @@ def test_another_record_gives_another_picture(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("name", "content", "text"),
     [
-        (["OUT.png"], "command line: OUT.png. Possible: SCORES.jsonl or RECORD.json, one OUT.png, "),
-        (["a.json", "OUT.png"], "a.json: cannot be drawn (KeyError: 'evaluations'). "),
-        (["d.json", "OUT.png"], "d.json: cannot be drawn (TypeError: "),
-        (["c.jsonl", "OUT.png"], "c.jsonl: cannot be drawn (ValueError: it has no scores). "),
+        ("OUT.png", "", "command line: OUT.png. Possible: SCORES.jsonl or RECORD.json, one OUT.png, "),
+        ("a.json", '{"rung": "x"}', "a.json: cannot be drawn (KeyError: 'evaluations'). "),
+        ("d.json", "[]", "d.json: cannot be drawn (TypeError: "),
+        ("c.jsonl", "", "c.jsonl: cannot be drawn (ValueError: it has no scores). "),
     ],
 )
-def test_a_file_without_scores_is_refused(words, text, tmp_path, monkeypatch, capsys):
+def test_a_file_without_scores_is_refused(name, content, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("a.json").write_text('{"rung": "x"}')
-    Path("d.json").write_text("[]")
-    assert plots.main(words) == 2
-    assert capsys.readouterr().err.startswith(text)
-    assert not Path("OUT.png").exists()
+    if content:
+        Path(name).write_text(content)
+    assert plots.main([name, "OUT.png"][name == "OUT.png" :]) == 2
+    assert capsys.readouterr().err.startswith(text) and not Path("OUT.png").exists()

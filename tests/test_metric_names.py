@@ -55,28 +55,17 @@ def test_the_page_names_every_metric_once_and_the_dashboard_names_no_other():
 @pytest.mark.timeout(120, func_only=True)
 def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, held_out, tmp_path):
     """Two streams, one with an odd name, validation, grids, an evaluation that meets its target; then the files are read."""
-    (made(tmp_path / "other", "num_images=40", "captions=shuffled") / "moments").rename(tmp_path / "odd name")
-    parts = ", ".join(f"{{remote: {place}, proportion: 0.5}}" for place in (miniature.moments, tmp_path / "odd name"))
+    odd, folder = tmp_path / "odd name", tmp_path / "one"
+    (made(tmp_path / "other", "num_images=40", "captions=shuffled") / "moments").rename(odd)
+    parts = ", ".join(f"{{remote: {place}, proportion: 0.5}}" for place in (miniature.moments, odd))
     words = miniature.small(tmp_path, "one", f"validation.remote={held_out / 'moments'}", "validation.every_images=16")
     words = [word for word in words if not word.startswith(("data.remote", "eval.when", "target.fid"))]
-    words += [
-        "data.remote=null",
-        f"data.streams=[{parts}]",
-        "eval.when=in_training",
-        "eval.every_images=16",
-        "target.fid=1e9",
-    ]
-    words += [
-        *OFFLINE,
-        "loggers.tensorboard={}",
-        "loggers.group=seeds",
-        "optimizer.lr=1.25e-5",
-        "measure.warmup_batches=0",
-    ]
-    done = run(sys.executable, "benchmark.py", *words)
+    words += ["data.remote=null", f"data.streams=[{parts}]", "eval.when=in_training", "eval.every_images=16"]
+    words += ["target.fid=1e9", *OFFLINE, "loggers.tensorboard={}", "loggers.group=seeds", "optimizer.lr=1.25e-5"]
+    done = run(sys.executable, "benchmark.py", *words, "measure.warmup_batches=0")
     assert done.returncode == 0 and "target=reached" in done.stdout, done.stdout + done.stderr
 
-    logged, summary = offline(tmp_path / "one"), read_summary(tmp_path / "one")
+    logged, summary = offline(folder), read_summary(folder)
     # tests/test_moving_shapes.py has a run that logs the first, tests/test_health.py one of several ranks.
     elsewhere = {VIDEOS, *(row.metric for row in METRICS if row.metric.startswith("ranks/"))}
     table, shown = ({row.metric for row in METRICS} - elsewhere, set(wandb_dashboard.metrics()) - elsewhere)
@@ -84,28 +73,19 @@ def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, h
     assert {name for name in shown if name not in logged.names() and "NAME" not in name} == set()
     assert {"streams/moments/loss", "streams/odd_name/samples", "result/images_to_target"} <= logged.names()
     assert [row["progress/images"] for row in logged.history if "eval/fid" in row] == [16]
-    assert {name for row in logged.history for name in row if "progress/images" not in row} <= {
-        "_step",
-        "_timestamp",
-        "_runtime",
-    }
+    unplaced = {name for row in logged.history for name in row if "progress/images" not in row}
+    assert unplaced <= {"_step", "_timestamp", "_runtime"}
     assert logged.summary["result/target"] == "reached" and logged.summary["result/fid"] == rounded(summary["fid"])
     assert logged.group == "seeds" and logged.config["optimizer"]["lr"] == 1.25e-5
     [(title, text, level)] = logged.alerts
     assert (title, level) == ("target reached", "WARN") and text.startswith("reached with FID ")
-    assert list((tmp_path / "one" / "wandb").rglob("*.png"))
+    assert list((folder / "wandb").rglob("*.png"))
 
-    [path] = (tmp_path / "one" / "tensorboard").rglob("events*")
+    [path] = (folder / "tensorboard").rglob("events*")
     events = EventAccumulator(str(path)).Reload()
-    tags = {*events.Tags()["scalars"], *events.Tags()["images"]}
-    texts = {"result/target"}
-    assert {tag for tag in tags if not tag.startswith("_hparams_")} == logged.names() - texts
-    assert events.Images(SAMPLES)[-1].step == 2
-    [started] = [
-        metadata.plugin_data.content
-        for tag, metadata in events.summary_metadata.items()
-        if tag == "_hparams_/session_start_info"
-    ]
+    tags = {tag for kind in ("scalars", "images") for tag in events.Tags()[kind] if not tag.startswith("_hparams_")}
+    assert tags == logged.names() - {"result/target"} and events.Images(SAMPLES)[-1].step == 2
+    started = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"optimizer.lr" in started and b"result/target" in started
 
 
@@ -114,32 +94,21 @@ def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, h
 def test_a_non_finite_loss_is_an_alert_of_wandb_and_of_a_later_sync(tmp_path):
     own = ["optimizer.lr=1e30", f"run_folder={tmp_path}", "run_name=bad", "--use_synth_data"]
     done = run(sys.executable, "benchmark.py", *TINY_RUN, *own, *OFFLINE)
-    assert done.returncode == 1
     [(title, text, level)] = offline(tmp_path / "bad").alerts
-    assert (title, level) == ("loss is not finite", "WARN")
+    assert (done.returncode, title, level) == (1, "loss is not finite", "WARN")
     assert text.startswith("loss: nan in batch ") and text in done.stderr
     with WandbServer() as server:
         at = {"WANDB_BASE_URL": server.address, "WANDB_API_KEY": 8 * "12345", "WANDB_DIR": str(tmp_path)}
         done = run("wandb", "sync", *map(str, (tmp_path / "bad" / "wandb").glob("offline-run-*")), **at)
-    assert done.returncode == 0 and [(sent["title"], sent["text"]) for sent in server.alerts] == [(title, text)], (
-        done.stderr
-    )
-
-
-class Told(LoggerDestination):
-    """A logger that can tell people."""
-
-    def __init__(self) -> None:
-        self.alerts: list[tuple[str, str]] = []
-
-    def alert(self, title: str, text: str) -> None:
-        self.alerts.append((title, text))
+    sent = [(alert["title"], alert["text"]) for alert in server.alerts]
+    assert (done.returncode, sent) == (0, [(title, text)]), done.stderr
 
 
 def test_an_alert_shows_no_secret_and_skips_a_logger_without_alerts():
-    told = Told()
-    alert([object(), LoggerDestination(), told], "title", "s3://key:secret@bucket/x is away")
-    assert told.alerts == [("title", "s3://key:***@bucket/x is away")]
+    alerts, destination = [], LoggerDestination()
+    destination.alert = lambda *said: alerts.append(said)
+    alert([object(), LoggerDestination(), destination], "title", "s3://key:secret@bucket/x is away")
+    assert alerts == [("title", "s3://key:***@bucket/x is away")]
 
 
 def test_a_start_has_one_file_of_tensorboards_however_often_it_is_flushed(tmp_path):

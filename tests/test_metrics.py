@@ -11,15 +11,20 @@ from test_fid import pytorch_fid
 from torchvision.transforms.functional import to_pil_image
 
 from evaluation.clip_score import load_clip
-from evaluation.fid import FeatureSums, Statistics, load_inception, read_statistics, write_statistics
+from evaluation.fid import FeatureSums, Statistics, load_inception, pil_bicubic, read_statistics, write_statistics
 from evaluation.metrics import Meter
 
 CAPTIONS = ["a red circle", "two dogs", "", "snow"]
 
 
+def meter_of(clip: str | None = "random", precision: str = "fp32", **fid) -> Meter:
+    given = {"inception": None, "statistics": None, "resize": "bilinear299", **fid}
+    return Meter(**given, clip=clip, precision=precision)
+
+
 @pytest.fixture(scope="module")
 def meter() -> Meter:
-    return Meter(inception=None, statistics=None, resize="bilinear299", clip="random")
+    return meter_of()
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +44,14 @@ def test_batches_give_the_mean_of_all_images(meter, images):
 
 
 def test_what_only_fills_a_batch_is_not_measured(meter, images):
-    meter.reset()
-    with meter.on(torch.device("cpu")):
-        meter.add(images, range(2), CAPTIONS[:2])
-        assert meter.figures()["num_images"] == 2
-        clip = meter.sums()["cosines"]
-    both = Meter(inception=None, statistics=None, resize="bilinear299", clip="random")
+    both = meter_of()
     both.extractor, both.features = lambda given: given.mean(dim=(2, 3)), FeatureSums(3)
     both.add(images, range(2), CAPTIONS[:2])
-    assert both.sums()["cosines"] == clip
-    torch.testing.assert_close(
-        both.sums()["features"]["sum"], images[:2].double().mean(dim=(2, 3)).sum(dim=0), rtol=1e-5, atol=0
-    )
+    sums, whole = both.sums(), images[:2].double().mean(dim=(2, 3)).sum(dim=0)
+    torch.testing.assert_close(sums["features"]["sum"], whole, rtol=1e-5, atol=0)
+    found = measured(meter, images[:2], CAPTIONS[:2])
+    assert found["num_images"] == 2 == int(sums["cosines"]["n"])
+    assert float(sums["cosines"]["sum"]) / 2 == pytest.approx(found["clip"], abs=1e-6)
 
 
 def test_a_batch_is_refused_with_its_prompts_and_leaves_nothing_for_the_next_evaluation(meter, images):
@@ -61,17 +62,14 @@ def test_a_batch_is_refused_with_its_prompts_and_leaves_nothing_for_the_next_eva
         meter.add(images, range(4), CAPTIONS)
         meter.add(broken, range(7, 11), CAPTIONS)
         meter.figures()
-    meter.reset()
-    with meter.on(torch.device("cpu")):
-        meter.add(images, range(4), CAPTIONS)
-        assert meter.figures()["num_images"] == 4
+    assert measured(meter, images, CAPTIONS)["num_images"] == 4
 
 
 # --- fp16, as MLPerf's reference scores: its own formulas in numpy, with its networks under autocast ---
 
 
 def half(clip: str | None = None, **fid) -> Meter:
-    return Meter(**{"inception": None, "statistics": None, **fid}, resize="bilinear299", clip=clip, precision="fp16")
+    return meter_of(clip, "fp16", **fid)
 
 
 def measured(meter: Meter, images: torch.Tensor, captions: list[str]) -> dict:
@@ -122,7 +120,7 @@ def test_fid_in_fp16_has_numpys_mean_and_covariance_of_float16_features(tmp_path
     expected = pytorch_fid(Statistics(mean, covariance, 80), reference)
     given = dict(inception="families/shapes_weights/reader/model.safetensors", statistics=str(file))
     found = measured(half(**given), ours, [""] * 80)["fid"]
-    whole = measured(Meter(**given, resize="bilinear299", clip=None), ours, [""] * 80)["fid"]
+    whole = measured(meter_of(None, **given), ours, [""] * 80)["fid"]
     assert found == pytest.approx(expected, rel=1e-6) and found != pytest.approx(whole, rel=1e-6)
     assert half(**given).facts["eval_precision"] == "fp16"
 
@@ -131,15 +129,12 @@ def test_fid_in_fp16_has_numpys_mean_and_covariance_of_float16_features(tmp_path
 @pytest.mark.timeout(200, func_only=True)
 @pytest.mark.parametrize("resize", ["bilinear299", "bicubic256"])
 def test_inception_in_fp16_takes_float16_images_and_gives_float16_features(images, resize):
-    extractor = load_inception("random", resize)
+    extractor, given = load_inception("random", resize), images[:1].half()
     plain = extractor(images[:1])
     extractor.precision = "fp16"
-    found = extractor(images[:1].half())
+    found = extractor(given)
     assert found.dtype == torch.float16
-    given = images[:1].half()
     if resize == "bicubic256":
-        from evaluation.fid import pil_bicubic
-
         given = pil_bicubic(given, 256).half()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
         expected = extractor.network(2 * F.interpolate(given, (299, 299), mode="bilinear", align_corners=False) - 1)
@@ -148,9 +143,8 @@ def test_inception_in_fp16_takes_float16_images_and_gives_float16_features(image
 
 
 def test_statistics_without_their_resize_are_a_warning_at_256_pixels(tmp_path, capsys):
-    file = tmp_path / "s.npz"
+    file, text = tmp_path / "s.npz", "eval.statistics: does not say its resize, and eval.resize=bicubic256."
     for facts, is_warned in (({}, True), ({"resize": "bicubic256"}, False)):
         write_statistics(file, Statistics(np.zeros(2048), np.eye(2048)), facts)
-        Meter(inception="random", statistics=str(file), resize="bicubic256", clip=None).log_warnings(30_000)
-        text = "eval.statistics: does not say its resize, and eval.resize=bicubic256."
+        meter_of(None, inception="random", statistics=str(file), resize="bicubic256").log_warnings(30_000)
         assert (text in capsys.readouterr().err) is is_warned

@@ -44,8 +44,7 @@ def history(client, found, name: str) -> list[tuple[int, float]]:
 
 
 def test_without_mlflow_a_run_is_refused_with_what_to_install(monkeypatch):
-    there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else there(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     todo = "Run: pip install --no-deps -r requirements/loggers.lock. Or leave the section out."
     said = [("loggers.mlflow", f"the package mlflow is not installed. {todo}")]
     assert LoggersConfig(mlflow=MlflowConfig()).problems() == said
@@ -129,10 +128,10 @@ def test_an_unreachable_store_loses_no_metric_and_is_logged_once(tmp_path, capsy
     logger.log_images(tmp_path / "im000000000016.gif", VIDEOS, True, 3)
     logger.post_close()
     client, found = only_run(logger._address)
-    [film] = client.list_artifacts(found.info.run_id, "videos/samples/videos")
-    assert film.path == "videos/samples/videos/im000000000016.gif" and found.info.status == "KILLED"
-    assert history(client, found, "train/batch_loss")[:3] == [(0, 0.0), (1, 0.5), (2, 1.0)]
-    assert len(history(client, found, "train/batch_loss")) == 4 and "time/token" not in found.data.metrics
+    [video] = client.list_artifacts(found.info.run_id, "videos/samples/videos")
+    assert video.path == "videos/samples/videos/im000000000016.gif" and found.info.status == "KILLED"
+    losses = history(client, found, "train/batch_loss")
+    assert losses[:3] == [(0, 0.0), (1, 0.5), (2, 1.0)] and len(losses) == 4 and "time/token" not in found.data.metrics
     params = {"optimizer.lr": "1e-05", "optimizer.betas": "[0.9, 0.99]", "long": "x" * 5000}
     assert found.data.params == params and found.data.tags["later.optimizer.lr"] == "2e-05"
     assert len(client.list_artifacts(found.info.run_id, "images")) == 2  # whole, and smaller for its page
@@ -157,10 +156,8 @@ def test_an_unusable_server_is_refused_without_its_password(tmp_path, monkeypatc
         monkeypatch.setenv(loggers.ADDRESS, address)
         with pytest.raises(ConfigError) as error:
             MlflowConfig().check(tmp_path)
-        text = str(error.value)
-        assert (
-            text.startswith(f"loggers.mlflow: {address.replace(secret, '***')} cannot be used: ") and secret not in text
-        )
+        said = f"loggers.mlflow: {address.replace(secret, '***')} cannot be used: "
+        assert str(error.value).startswith(said) and secret not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,7 +22,7 @@ ROW |= {"guidance": 8.0, "fid": 30.10814616097288, "clip": None, "eval_image_siz
 ROW |= {"prompts_sha256": "1234", "num_images": 18, "eval_precision": "fp32"}
 
 
-def test_a_table_comes_back_as_it_was_written(tmp_path):
+def test_a_table_comes_back_as_it_was_written_and_a_committed_one_digit_by_digit(tmp_path):
     path, other = tmp_path / "eval.jsonl", {**ROW, "further": 1.5, "model": 'a, "b"'}
     write_rows(path, [ROW, other, {**ROW, "fid": float("nan")}])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["eval.csv", "eval.jsonl"]
@@ -32,14 +33,10 @@ def test_a_table_comes_back_as_it_was_written(tmp_path):
     assert read_rows(path) == expected and "NaN" not in path.read_text()
     path.unlink()
     assert read_rows(path) == []
-
-
-def test_a_committed_table_is_written_again_digit_by_digit(tmp_path):
     old = ROOT / "reports/results/shapes/guidance/eval.csv"
-    write_rows(tmp_path / "eval.jsonl", read_rows(old.with_suffix(".jsonl")))
+    write_rows(path, read_rows(old.with_suffix(".jsonl")))
     with open(old, newline="") as before, open(tmp_path / "eval.csv", newline="") as after:
-        for one, other in zip(csv.DictReader(before), csv.DictReader(after), strict=True):
-            assert one == other
+        assert list(csv.DictReader(before)) == list(csv.DictReader(after))
 
 
 def test_lines_that_are_no_rows_are_refused_by_their_number(tmp_path):
@@ -66,10 +63,7 @@ def test_lines_that_are_no_rows_are_refused_by_their_number(tmp_path):
 
 
 def test_concurrent_writers_of_a_table_keep_each_row_once(tmp_path):
-    one, two = (
-        ScoreTable(tmp_path / "out" / "eval.csv"),
-        ScoreTable(tmp_path / "out" / "eval.csv"),
-    )  # each has read it before
+    one, two = (ScoreTable(tmp_path / "out" / "eval.csv") for _ in range(2))  # each has read it before
     known = {key: ROW[key] for key in ("model", "snapshot", "guidance")}
     rest = {key: value for key, value in ROW.items() if key not in known}
     for table, guidance in ((one, 1.0), (two, 2.0), (one, 3.0), (two, 3.0)):
@@ -94,11 +88,8 @@ def test_a_writer_that_fails_leaves_the_earlier_table(tmp_path):
 
 
 def test_the_curves_are_drawn_for_several_models_and_without_one_of_the_figures(tmp_path):
-    rows = [
-        {**ROW, "model": model, "images": 24 * n, "guidance": float(n), "fid": 90.0 / n, "clip": 0.05 * n}
-        for model in ("a", "b")
-        for n in (1, 2, 3)
-    ]
+    scores = [{"images": 24 * n, "guidance": float(n), "fid": 90.0 / n, "clip": 0.05 * n} for n in (1, 2, 3)]
+    rows = [{**ROW, "model": model, **score} for model in ("a", "b") for score in scores]
     plot_guidance(rows, tmp_path / "guidance.png")
     plot_over_images(rows, tmp_path / "eval.png", {"fid": 45.0, "clip": None})
     plot_over_images([{**row, "clip": None} for row in rows], tmp_path / "fid.png")
@@ -135,18 +126,16 @@ def test_a_model_of_an_unknown_number_of_images_is_a_horizontal_line(tmp_path, c
 
 def test_a_line_is_one_model_with_one_setting(tmp_path):
     """Two runs of one name are two models; snapshots of one model have a curve over guidance each, and the reverse."""
+    runs, points, guidances = ("11aa", "22bb"), (8, 16), (1.0, 3.0)
     rows = [
         {**ROW, "model_id": run, "snapshot": f"weights-im{images}", "images": images, "guidance": guidance}
-        for run in ("11aa", "22bb")
-        for images in (8, 16)
-        for guidance in (1.0, 3.0)
+        for run, images, guidance in itertools.product(runs, points, guidances)
     ]
     over_guidance, over_images = lines_of(rows, "guidance"), lines_of(rows, "snapshot")
-    runs = ("11aa", "22bb")
-    assert [label for label, _ in over_guidance] == [f"7, {run}, {n} images" for run in runs for n in (8, 16)]
-    assert [label for label, _ in over_images] == [f"7, {run}, guidance {g}" for run in runs for g in (1.0, 3.0)]
-    assert [[row["guidance"] for row in of_line] for _, of_line in over_guidance] == [[1.0, 3.0]] * 4
-    assert [[row["images"] for row in of_line] for _, of_line in over_images] == [[8, 16]] * 4
+    assert [label for label, _ in over_guidance] == [f"7, {run}, {n} images" for run in runs for n in points]
+    assert [label for label, _ in over_images] == [f"7, {run}, guidance {g}" for run in runs for g in guidances]
+    assert [[row["guidance"] for row in rows] for _, rows in over_guidance] == [[*guidances]] * 4
+    assert [[row["images"] for row in rows] for _, rows in over_images] == [[*points]] * 4
     many = [{**ROW, "model": str(n), "images": n + m} for n in range(60) for m in (1, 2)]  # more lines than colors
     plot_over_images(many, tmp_path / "eval.png")
     assert len(lines_of(many, "snapshot")) == 60 and (tmp_path / "eval.png").is_file()

@@ -47,10 +47,14 @@ def test_a_target_is_met_by_both_figures_of_a_whole_score(target, score, met):
     assert target.is_met(score) is met
 
 
-@pytest.mark.parametrize(("batch", "images"), [(384, 512_256), (512, 512_000), (2048, 512_000), (600_000, 600_000)])
-def test_the_cadence_is_the_rules(batch, images):
-    """CEIL(512000 / GBS) x GBS, mlcommons/training_policies."""
-    assert rounded_up(512_000, batch) == images
+def test_the_cadence_is_the_rules():
+    """CEIL(512000 / GBS) x GBS, mlcommons/training_policies; checkpoints follow it where nothing else is given."""
+    for batch, images in ((384, 512_256), (512, 512_000), (2048, 512_000), (600_000, 600_000)):
+        assert rounded_up(512_000, batch) == images
+    run = resolved("eval.when=after", "global_batch_size=384", "data.remote=x", "ema.enabled=true")
+    assert (run.eval.every_images, run.eval.weights) == (512_256, "ema")
+    assert (run.save.every_images, run.save.snapshot_every_images) == (512_256, 512_256)
+    assert resolved("eval.when=off").eval == EvalConfig(sampler="ddim")  # YAML's `off` is a truth value
 
 
 @pytest.mark.parametrize(
@@ -73,9 +77,8 @@ def test_the_result_of_a_run_is_the_first_score_that_met_the_target_or_the_last(
     seconds = {"seconds_to_target": 4.0, "seconds_to_target_with_eval": 8}
     reached = {"target": "reached", "images_to_target": 8, **seconds, "fid": 92.0, "clip": None}
     assert target_outcome(lines, lines[0]) == reached
-    missed = target_outcome(lines, None)
-    assert (missed["target"], missed["images_to_target"], missed["fid"]) == ("missed", None, 84.0)
-    assert target_outcome([], None)["fid"] is None
+    missed = {"target": "missed", "images_to_target": None, "fid": 84.0}
+    assert missed.items() <= target_outcome(lines, None).items() and target_outcome([], None)["fid"] is None
 
 
 def test_a_grid_has_each_image_at_its_place():
@@ -89,56 +92,46 @@ def resolved(*words: str) -> RunConfig:
     return resolve(load(RunConfig, parse_command_line(words, {}), check=lambda config: []))
 
 
-def test_checkpoints_and_snapshots_follow_the_evaluation_where_nothing_else_is_given():
-    run = resolved("eval.when=after", "global_batch_size=384", "data.remote=x", "ema.enabled=true")
-    assert (run.eval.every_images, run.eval.weights) == (512_256, "ema")
-    assert (run.save.every_images, run.save.snapshot_every_images) == (512_256, 512_256)
-    assert resolved("eval.when=off").eval == EvalConfig(sampler="ddim")  # YAML's `off` is a truth value
-
-
 def begins(lines: list[str], texts: list[str]) -> bool:
     return len(lines) == len(texts) and all(map(str.startswith, lines, texts))
 
 
-def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path):
-    words = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", "eval.when=in_training"]
-    of_types = ["eval.sampler=ddpm", "eval.steps=0", "eval.samples=-1"]
-    texts = [
-        "command line: eval.sampler is 'ddpm'. Possible: one of ddim, plms, dpm++, euler or null.",
-        "command line: eval.steps is 0. Possible: 2 to 500.",
-        "command line: eval.samples is -1. Possible: 0 to 1,024.",
-    ]
-    assert begins(refused(capsys, *words, *of_types), texts)
-    wrong = [
-        "eval.guidance=[1,2]",
-        "eval.inception=random",
-        "eval.weights=ema",
-        "eval.image_size=60",
-        "target.clip=0.1",
-    ]
-    texts = [
-        "eval.prompts: not given. Give a tab-separated file",
-        "eval.statistics: not given, but eval.inception is.",
-        "target.clip: given, but clip is not measured.",
-        "eval.weights: ema, but the run keeps no EMA weights.",
-        "eval.guidance: [1, 2]: a run is scored at one.",
-        "eval.image_size: 60 x 60 px does not fit sd2.",
-        "eval.every_images: 512,000, but max_duration=4ba is 32: nothing would be evaluated. Lower it.",
-    ]
-    assert begins(refused(capsys, *words, *wrong), texts)
+IN_TRAINING = "eval.when=in_training"
+FILES = "eval.prompts=/no/prompts eval.statistics=/no/statistics eval.inception=/no/inception eval.clip=/no/clip"
 
 
-def test_a_target_without_evaluation_and_missing_files_are_refused(capsys, tmp_path):
-    words = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}"]
-    assert begins(refused(capsys, *words, "target.fid=90"), ["target.fid: given, but nothing is evaluated."])
-    files = {"prompts": "/no/p.tsv", "statistics": "/no/s.npz", "inception": "/no/i.pth", "clip": "/no/c.bin"}
-    words += [f"eval.{key}={path}" for key, path in files.items()]
-    missing = [f"eval.{key}: no file {path}. Check the path." for key, path in files.items()]
-    assert refused(capsys, *words, "eval.when=in_training", "eval.every_images=8") == missing
-    # Scored on another machine, later: only there the files have to be.
-    later = [*words, "eval.when=after", "eval.every_images=8", "save.snapshot_every_images=16"]
-    text = "save.snapshot_every_images: 16, but eval.when=after scores snapshots every 8 images."
-    assert begins(refused(capsys, *later), [text])
+@pytest.mark.parametrize(
+    ("wrong", "texts"),
+    [
+        (
+            f"{IN_TRAINING} eval.guidance=[1,2] eval.inception=random eval.weights=ema eval.image_size=60 target.clip=0.1",
+            [
+                "eval.prompts: not given. Give a tab-separated file",
+                "eval.statistics: not given, but eval.inception is.",
+                "target.clip: given, but clip is not measured.",
+                "eval.weights: ema, but the run keeps no EMA weights.",
+                "eval.guidance: [1, 2]: a run is scored at one.",
+                "eval.image_size: 60 x 60 px does not fit sd2.",
+                "eval.every_images: 512,000, but max_duration=4ba is 32: nothing would be evaluated. Lower it.",
+            ],
+        ),
+        ("target.fid=90", ["target.fid: given, but nothing is evaluated."]),
+        (
+            f"{FILES} {IN_TRAINING} eval.every_images=8",
+            [
+                f"eval.{key}: no file /no/{key}. Check the path."
+                for key in ("prompts", "statistics", "inception", "clip")
+            ],
+        ),
+        # Scored on another machine, later: only there the files have to be.
+        (
+            f"{FILES} eval.when=after eval.every_images=8 save.snapshot_every_images=16",
+            ["save.snapshot_every_images: 16, but eval.when=after scores snapshots every 8 images."],
+        ),
+    ],
+)
+def test_every_problem_of_an_evaluation_is_named_at_once(capsys, tmp_path, wrong, texts):
+    assert begins(refused(capsys, *TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", *wrong.split()), texts)
 
 
 class Mean(ComposerModel):
@@ -159,7 +152,7 @@ def test_evaluations_are_in_no_clock_that_a_checkpoint_keeps():
     """So that `seconds` stay right through a stop, a start without evaluation, and one with it again."""
     lines: list[dict] = []
     evaluation = EveryNImages(
-        lambda: time.sleep(2.0),
+        lambda: time.sleep(1.0),
         lambda where, found, logger: lines.append(where),
         every_images=2,
         average=None,
@@ -174,7 +167,7 @@ def test_evaluations_are_in_no_clock_that_a_checkpoint_keeps():
     trainer.fit()
     took_sec = time.monotonic() - began
     assert [line["batch"] for line in lines] == [1, 2, 3, 4]
-    assert 0.0 < lines[0]["seconds"] < lines[-1]["seconds"] < took_sec - 4 * 2.0 + 0.5  # all but the evaluations
+    assert 0.0 < lines[0]["seconds"] < lines[-1]["seconds"] < took_sec - 4 * 1.0 + 0.5  # all but the evaluations
     assert Progress.of(trainer.state).seconds == pytest.approx(lines[-1]["seconds"])
 
 
@@ -194,35 +187,33 @@ def eval_refused(capsys, *words: object) -> list[str]:
 
 
 def test_impossible_snapshots_and_sources_are_refused(a_run, tmp_path, capsys, monkeypatch):
-    text = "from_images: 512,000, but last snapshots are scored."
-    assert begins(eval_refused(capsys, a_run, "snapshots=last", "from_images=512000"), [text])
-    text = "snapshots: to_target needs a target.fid or target.clip, and one guidance."
-    assert begins(eval_refused(capsys, a_run, "snapshots=to_target"), [text])
-    (tmp_path / "lost/checkpoints").mkdir(parents=True)
-    (tmp_path / "lost/checkpoints/weights-im000000000064-0123.pt").touch()
-    text = f"{tmp_path}/lost: it has checkpoints of a run, but no config.yaml."
-    assert begins(eval_refused(capsys, tmp_path / "lost"), [text])
-    save_batch_size(tmp_path / "gone", 16)
-    text = f"eval.batch_size: 16 was found, but {tmp_path}/gone/overrides.yaml cannot be written: No such file or directory"
+    lost = tmp_path / "lost/checkpoints/weights-im000000000064-0123.pt"
+    lost.parent.mkdir(parents=True)
+    lost.touch()
+    for words, text in (
+        ([a_run, "snapshots=last", "from_images=512000"], "from_images: 512,000, but last snapshots are scored."),
+        ([a_run, "snapshots=to_target"], "snapshots: to_target needs a target.fid or target.clip, and one guidance."),
+        ([tmp_path / "lost"], f"{tmp_path}/lost: it has checkpoints of a run, but no config.yaml."),
+    ):
+        assert begins(eval_refused(capsys, *words), [text])
+    save_batch_size(gone := tmp_path / "gone", 16)
+    text = f"eval.batch_size: 16 was found, but {gone}/overrides.yaml cannot be written: No such file or directory"
     assert capsys.readouterr().err.startswith(text)
     monkeypatch.setattr(eval_command, "write_problem", lambda folder: f"{folder} cannot be written. Give another.")
     assert eval_refused(capsys, a_run) == [f"out: {a_run} cannot be written. Give another."]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"model: [\n", "CONFIG: cannot be read as YAML: line 2, column 1: while parsing a flow node"),
-        (b"\xff\xfe", "CONFIG: cannot be read as YAML: line 1: 'utf-8' codec can't decode byte 0xff"),
-        (b"- a\n", "CONFIG: holds a list. A run is a mapping of keys to values."),
-        (b"eval: {guidence: 3}\n", "CONFIG: unknown key 'eval.guidence'. Did you mean 'eval.guidance'?"),
-        (b"eval: {steps: many}\n", "CONFIG: eval.steps is 'many'. Possible: an integer."),
-    ],
-)
-def test_a_broken_config_is_named_with_its_key(a_run, capsys, content, message):
-    (a_run / "config.yaml").write_bytes(content)
-    text = message.replace("CONFIG", f"{a_run}/config.yaml")
-    assert any(line.startswith(text) for line in eval_refused(capsys, a_run))
+def test_a_broken_config_is_named_with_its_key(a_run, capsys):
+    for content, text in (
+        (b"model: [\n", "cannot be read as YAML: line 2, column 1: while parsing a flow node"),
+        (b"\xff\xfe", "cannot be read as YAML: line 1: 'utf-8' codec can't decode byte 0xff"),
+        (b"- a\n", "holds a list. A run is a mapping of keys to values."),
+        (b"eval: {guidence: 3}\n", "unknown key 'eval.guidence'. Did you mean 'eval.guidance'?"),
+        (b"eval: {steps: many}\n", "eval.steps is 'many'. Possible: an integer."),
+    ):
+        (a_run / "config.yaml").write_bytes(content)
+        lines = eval_refused(capsys, a_run)
+        assert any(line.startswith(f"{a_run}/config.yaml: {text}") for line in lines)
 
 
 def test_an_evaluation_has_to_be_like_the_last_one_before_the_start(tmp_path):
@@ -232,13 +223,12 @@ def test_an_evaluation_has_to_be_like_the_last_one_before_the_start(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     like = {**same, "guidance": 4.0, "eval_batch_size": 4}
     check_evaluations(tmp_path, 2, like)
-    with pytest.raises(ConfigError, match=r"eval.precision: eval_precision fp16, but .* with fp32 at 16 images"):
-        check_evaluations(tmp_path, 2, {**like, "eval_precision": "fp16"})
     with pytest.raises(ConfigError) as caught:
-        check_evaluations(tmp_path, 2, {**like, "guidance": 3.0, "clip_fingerprint": None})
+        check_evaluations(tmp_path, 2, {**like, "guidance": 3.0, "clip_fingerprint": None, "eval_precision": "fp16"})
     was = f"but {tmp_path} was evaluated with"
     texts = [
         f"eval.guidance: guidance 3.0, {was} 4.0 at",
         f"eval.clip: clip_fingerprint None, {was} ab at 16 images. A ",
     ]
+    texts.append(f"eval.precision: eval_precision fp16, {was} fp32 at 16 images")
     assert begins(caught.value.problems, texts)

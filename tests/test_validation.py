@@ -78,6 +78,13 @@ def losses_of(folder: Path) -> list[tuple]:
     return [(line["batch"], line["val_loss"], *line["val_loss_bins"]) for line in lines_of(folder)]
 
 
+GRIDS = ["im000000000000.png", "im000000000024.png"]
+
+
+def grids_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "samples").glob("*.png"))
+
+
 # --- what is measured ---
 
 
@@ -137,12 +144,6 @@ def test_the_size_of_a_chunk_changes_last_bits_alone_and_nothing_global_is_drawn
         assert one["bad_samples"] == 0
 
 
-def test_images_give_nearly_what_their_moments_do(validator_of):
-    """Moments are rounded to float16."""
-    one, two = (validator_of(NUM_HELD_OUT, 8, kind).measure()["val_loss"] for kind in ("images", "moments"))
-    assert one == pytest.approx(two, rel=1e-3)
-
-
 def test_an_unusable_sample_is_reported_once_and_counted(validator_of, held_out, tmp_path, capsys):
     shard = read_dataset(str(held_out / "moments")).shards[0]
     columns = dict(zip(shard["column_names"], shard["column_encodings"], strict=True))
@@ -165,38 +166,33 @@ def test_an_unusable_sample_is_reported_once_and_counted(validator_of, held_out,
 @pytest.mark.slow
 @pytest.mark.timeout(100, func_only=True)
 def test_a_run_shows_losses_and_grids_in_tensorboard_and_its_training_is_that_of_one_without(words_of, whole, tmp_path):
-    folder = whole / "whole"
-    assert [(line["batch"], line["images"], line["weights"]) for line in lines_of(folder)] == [
-        (0, 0, "ema"),
-        (2, 16, "ema"),
-        (4, 32, "ema"),
+    folder, plain, lines = whole / "whole", tmp_path / "plain", lines_of(whole / "whole")
+    assert [(line["batch"], line["images"], line["weights"]) for line in lines] == [
+        (n, 8 * n, "ema") for n in (0, 2, 4)
     ]
-    first, *_, last = lines_of(folder)
+    first, *_, last = lines
     assert last["val_loss"] < first["val_loss"] and first["seconds"] == 0.0 < last["val_sec"]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["val_loss"] == last["val_loss"] and summary["batches"] == 4
-    grids = sorted(path.name for path in (folder / "samples").glob("*.png"))
-    assert grids == ["im000000000000.png", "im000000000024.png"]
-    assert Image.open(folder / "samples" / grids[0]).size == (66, 66)  # 2 x 2 places of 32 px, three of them taken
+    assert grids_of(folder) == GRIDS
+    assert Image.open(folder / "samples" / GRIDS[0]).size == (66, 66)  # 2 x 2 places of 32 px, three of them taken
     said = (folder / "samples/captions.txt").read_text().splitlines()
     assert said == ["a red circle", "a blue square", "a green triangle above a red circle"]
 
     [of_events] = {path.parent for path in (folder / "tensorboard").rglob("events*")}
-    events = EventAccumulator(str(of_events))
-    events.Reload()
+    events = EventAccumulator(str(of_events)).Reload()
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert scalars["val/loss"] == [(line["batch"], pytest.approx(line["val_loss"])) for line in lines_of(folder)]
-    bins = [f"val/loss_t{number}00" for number in range(10)]
-    assert [scalars[tag][-1] for tag in bins] == [(4, pytest.approx(loss)) for loss in last["val_loss_bins"]]
-    pictures = events.Images("samples/grid")
-    assert [picture.step for picture in pictures] == [0, 3]
-    assert pictures[0].width > 2 * 128 and pictures[0].height > 2 * 128  # enlarged, with captions
+    assert scalars["val/loss"] == [(line["batch"], pytest.approx(line["val_loss"])) for line in lines]
+    bins = [scalars[f"val/loss_t{number}00"][-1] for number in range(10)]
+    assert bins == [(4, pytest.approx(loss)) for loss in last["val_loss_bins"]]
+    images = events.Images("samples/grid")
+    assert [image.step for image in images] == [0, 3]
+    assert images[0].width > 2 * 128 and images[0].height > 2 * 128  # enlarged, with captions
 
     assert benchmark.main(words_of(tmp_path, "plain", *OFF)) == 0
     assert same_training(newest(tmp_path, "plain"), newest(whole, "whole"))
-    windows = [lines_of(each, "loss") for each in (tmp_path / "plain", folder)]
-    assert [line["loss"] for line in windows[0]] == [line["loss"] for line in windows[1]]
-    assert "val_loss" not in json.loads((tmp_path / "plain" / "summary.json").read_text())
+    windows = [[line["loss"] for line in lines_of(each, "loss")] for each in (plain, folder)]
+    assert windows[0] == windows[1] and "val_loss" not in json.loads((plain / "summary.json").read_text())
 
 
 @pytest.mark.slow
@@ -221,6 +217,7 @@ def test_a_signal_in_a_validation_ends_the_run_and_the_next_start_repeats_it(
     words_of, whole, tmp_path, monkeypatch, capsys
 ):
     measured, calls, words = Validator._errors_of, [], words_of(tmp_path, "stopped", "save.every_images=320")
+    folder = tmp_path / "stopped"
 
     def signalled(self, places):
         calls.append(places)
@@ -233,15 +230,11 @@ def test_a_signal_in_a_validation_ends_the_run_and_the_next_start_repeats_it(
         assert benchmark.main(words) == 128 + signal.SIGTERM
     said = capsys.readouterr().err
     assert "validation: stopped by a signal; the next start measures it anew." in said
-    assert f"SIGTERM: stopped after batch 2; saved {tmp_path / 'stopped' / 'checkpoints'}/full-ba000000000002-" in said
-    assert [line["batch"] for line in lines_of(tmp_path / "stopped")] == [0]
+    assert f"SIGTERM: stopped after batch 2; saved {folder / 'checkpoints'}/full-ba000000000002-" in said
+    assert [line["batch"] for line in lines_of(folder)] == [0]
     assert benchmark.main(words) == 0
-    assert losses_of(tmp_path / "stopped") == losses_of(whole / "whole")
+    assert losses_of(folder) == losses_of(whole / "whole") and grids_of(folder) == GRIDS
     assert same_training(newest(tmp_path, "stopped"), newest(whole, "whole"))
-    assert [path.name for path in sorted((tmp_path / "stopped/samples").glob("*.png"))] == [
-        "im000000000000.png",
-        "im000000000024.png",
-    ]
 
 
 @pytest.mark.slow
@@ -268,7 +261,7 @@ def test_two_ranks_measure_the_same_loss_of_the_same_weights_and_draw_each_promp
     assert last["val_loss"] < first["val_loss"] and last["num_samples"] == NUM_HELD_OUT
     assert f" val_loss={last['val_loss']:.6g}\n" in done.stdout
     one, two = (
-        np.asarray(Image.open(runs / "samples/im000000000000.png"), int) for runs in (whole / "whole", tmp_path / "two")
+        np.asarray(Image.open(folder / "samples" / GRIDS[0]), int) for folder in (whole / "whole", tmp_path / "two")
     )
     assert one.shape == two.shape and abs(one - two).max() <= 1  # a grey level
     assert len((tmp_path / "two/samples/captions.txt").read_text().splitlines()) == 3
@@ -284,101 +277,86 @@ def refused(capsys, *words: str) -> list[str]:
     return [line for line in lines if not line.startswith("shared memory: ")]  # of what else runs on the machine
 
 
-OTHERS = "Give a stage of other samples: a loss on what was trained on says nothing of what was not."
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(60, func_only=True)
-def test_a_stage_that_overlaps_training_is_refused(words_of, miniature, tmp_path, capsys, tmp_path_factory):
-    training = miniature.moments
-    assert refused(capsys, *words_of(tmp_path, "x", f"validation.remote={training}")) == [
-        f"validation.remote: {training} is the stage that is trained on: its index.json is the same. {OTHERS}"
-    ]
+def test_a_stage_that_overlaps_training_is_refused(words_of, miniature, tmp_path, capsys):
+    training, part, both = miniature.moments, tmp_path / "part", tmp_path / "both"
+
+    def refused_for(remote: Path, text: str) -> None:
+        [line] = refused(capsys, *words_of(tmp_path, "x", f"validation.remote={remote}"))
+        assert line.startswith(f"validation.remote: {text}") and line.endswith(" says nothing of what was not.")
+
+    refused_for(
+        training, f"{training} is the stage that is trained on: its index.json is the same. Give a stage of other"
+    )
     # The same shards under another index, as a part of the stage that was copied.
-    index = json.loads((training / "index.json").read_text())
-    for shard in index["shards"][:4]:
-        name = shard["raw_data"]["basename"]
-        (tmp_path / "part" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(training / name, tmp_path / "part" / name)
-    (tmp_path / "part/index.json").write_text(json.dumps({**index, "shards": index["shards"][:4]}))
-    facts = read_dataset(str(training)).metadata
+    shutil.copytree(training, part)
+    index, facts = (json.loads((part / f"{name}.json").read_text()) for name in ("index", "dataset"))
+    (part / "index.json").write_text(json.dumps({**index, "shards": index["shards"][:4]}))
     kept = ("family", "preset", "variant", "image_size", "normalize", "resize", "encoders")
-    write_metadata(tmp_path / "part", "moments", {key: facts[key] for key in kept})
-    names = [shard["raw_data"]["basename"] for shard in index["shards"][:3]]
-    assert refused(capsys, *words_of(tmp_path, "x", f"validation.remote={tmp_path / 'part'}")) == [
-        f"validation.remote: {tmp_path / 'part'}: 4 of its 4 shards are trained on too ({training}): {', '.join(names)}, "
-        f".... {OTHERS}"
-    ]
+    write_metadata(part, "moments", {key: facts[key] for key in kept})
+    names = ", ".join(shard["raw_data"]["basename"] for shard in index["shards"][:3])
+    refused_for(part, f"{part}: 4 of its 4 shards are trained on too ({training}): {names}, ....")
     # Some of the samples, in shards of their own; here as images.
     assert shapes.main([str(tmp_path / "tars"), "num_images=24"]) == 0
     assert shapes.main([str(tmp_path / "others"), "num_images=30", "part=reference"]) == 0
-    assert shards.main([str(tmp_path / "others"), str(tmp_path / "tars"), str(tmp_path / "both")]) == 0
-    assert refused(capsys, *words_of(tmp_path, "x", f"validation.remote={tmp_path / 'both'}")) == [
-        f"validation.remote: 24 of 54 samples are trained on too ({training}): 000000000, 000000001, 000000002, .... {OTHERS}"
-    ]
-    first = words_of(tmp_path, "first", f"validation.remote={tmp_path / 'both'}", "validation.num_samples=30")
+    assert shards.main([str(tmp_path / "others"), str(tmp_path / "tars"), str(both)]) == 0
+    refused_for(both, f"24 of 54 samples are trained on too ({training}): 000000000, 000000001, 000000002, ....")
     assert not (tmp_path / "x").exists()
-    assert benchmark.main(first) == 0  # of its others alone
-    starts = (tmp_path / "first/starts.jsonl").read_bytes()
-    refused(capsys, *first, "max_duration=8ba", f"validation.remote={training}")
-    assert (tmp_path / "first/starts.jsonl").read_bytes() == starts
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60, func_only=True)
-def test_where_the_training_stage_has_no_keys_a_line_says_so(words_of, miniature, tmp_path, capsys):
-    shutil.copytree(miniature.moments, tmp_path / "old")
-    path = tmp_path / "old/dataset.json"
-    facts = json.loads(path.read_text())
-    path.write_text(json.dumps({key: value for key, value in facts.items() if key != "keys_xxh64"}))
-    assert benchmark.main(words_of(tmp_path, "run", f"data.remote={tmp_path / 'old'}")) == 0
-    said = f"validation: {tmp_path / 'old'} has no keys.u64: whether its samples are trained on cannot be checked."
+    # Where the training stage has no keys, whether it overlaps cannot be known, and a line says so.
+    old = shutil.copytree(training, tmp_path / "old")
+    (old / "dataset.json").write_text(json.dumps({key: of for key, of in facts.items() if key != "keys_xxh64"}))
+    words = [f"validation.remote={both}", "validation.num_samples=30"]
+    assert benchmark.main(words_of(tmp_path, "first", *words, f"data.remote={old}")) == 0
+    said = f"validation: {old} has no keys.u64: whether its samples are trained on cannot be checked."
     assert said in capsys.readouterr().err
+    assert benchmark.main(words_of(tmp_path, "second", *words)) == 0  # of its others alone
+    starts = (tmp_path / "second/starts.jsonl").read_bytes()
+    refused(capsys, *words_of(tmp_path, "second", f"validation.remote={training}", "max_duration=8ba"))
+    assert (tmp_path / "second/starts.jsonl").read_bytes() == starts
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(60, func_only=True)
 def test_a_stage_made_for_another_run_is_refused(words_of, held_out, tmp_path, capsys):
-    own = ["model.family=shapes", "image_size=16", "shard_size=16kb"]
-    assert latents.main([str(held_out / "images"), str(tmp_path / "small"), *own]) == 0
-    assert refused(capsys, *words_of(tmp_path, "x", f"validation.remote={tmp_path / 'small'}")) == [
-        f"validation.remote: does not fit this run: image_size: [32, 32], but the moments at {tmp_path / 'small'} were made "
-        f"for [16, 16]. Use that value."
-    ]
+    small, own = tmp_path / "small", ["model.family=shapes", "image_size=16", "shard_size=16kb"]
+    assert latents.main([str(held_out / "images"), str(small), *own]) == 0
+    [line] = refused(capsys, *words_of(tmp_path, "x", f"validation.remote={small}"))
+    assert line.startswith(
+        f"validation.remote: does not fit this run: image_size: [32, 32], but the moments at {small} "
+    )
 
 
 def test_keys_that_do_not_go_together_are_refused_all_at_once(words_of, miniature, tmp_path, capsys):
     plain = words_of(tmp_path, "x", *OFF)
     (tmp_path / "empty.txt").write_text("\n \n")
-    wrong = ["validation.remote=/no/stage", "validation.every_images=40", "samples.every_images=8"]
-    wrong += ["eval.guidance=[1,2]", f"samples.prompts={tmp_path}/empty.txt", "eval.samples=0", "eval.weights=ema"]
-    wrong += ["ema.enabled=false", "ema.decay=null"]
-    every, stage = "validation.every_images=8", f"validation.remote={miniature.moments}"
+    wrong = "validation.remote=/no/stage validation.every_images=40 samples.every_images=8 eval.guidance=[1,2] "
+    wrong += f"samples.prompts={tmp_path}/empty.txt eval.samples=0 eval.weights=ema ema.enabled=false ema.decay=null"
+    of_wrong = [
+        "validation.remote: no folder /no/stage. Check the path",
+        "samples.every_images: given, but eval.samples=0: no image would be drawn.",
+        "eval.guidance: [1, 2]: a grid is drawn at one.",
+        f"samples.prompts: {tmp_path}/empty.txt has no caption.",
+        "eval.weights: ema, but the run keeps no EMA weights.",
+        "validation.every_images: 40, but max_duration=4ba is 32: nothing would be validated after the start.",
+    ]
+    not_given = [
+        f"{key}: not given, but {other} is."
+        for key, other in (
+            ("validation.remote", "validation.every_images"),
+            ("samples.every_images", "samples.prompts"),
+        )
+    ]
+    stage = f"validation.every_images=8 validation.remote={miniature.moments}"
     for words, texts in (
+        ("validation.every_images=8 samples.prompts=a.txt", not_given),
+        (wrong, of_wrong),
+        ("samples.every_images=8 eval.prompts=null", ["samples.prompts: not given."]),
+        (f"{stage} data.synthetic=true", ["validation.remote: given, but data.synthetic=true: "]),
         (
-            [every, "samples.prompts=a.txt"],
-            [
-                "validation.remote: not given, but validation.every_images is.",
-                "samples.every_images: not given, but samples.prompts is.",
-            ],
-        ),
-        (
-            wrong,
-            [
-                "validation.remote: no folder /no/stage. Check the path",
-                "samples.every_images: given, but eval.samples=0: no image would be drawn.",
-                "eval.guidance: [1, 2]: a grid is drawn at one.",
-                f"samples.prompts: {tmp_path}/empty.txt has no caption.",
-                "eval.weights: ema, but the run keeps no EMA weights.",
-                "validation.every_images: 40, but max_duration=4ba is 32: nothing would be validated after the start.",
-            ],
-        ),
-        (["samples.every_images=8", "eval.prompts=null"], ["samples.prompts: not given."]),
-        ([every, stage, "data.synthetic=true"], ["validation.remote: given, but data.synthetic=true: "]),
-        (
-            [every, stage, f"validation.local={miniature.moments}"],
-            [f"validation.local: {miniature.moments} is validation.remote too."],
+            f"{stage} validation.local={miniature.moments}",
+            [f"validation.local: {miniature.moments} is validation.remote"],
         ),
     ):
-        lines = refused(capsys, *plain, *words)
+        lines = refused(capsys, *plain, *words.split())
         assert len(lines) == len(texts) and all(map(str.startswith, lines, texts)), lines

@@ -24,10 +24,11 @@ def named_in(content: Any) -> set[str]:
         return {name for part in content for name in named_in(part)}
     if not isinstance(content, dict):
         return set()
-    found = {name for key in ("metrics", "mediaKeys") for name in content.get(key, ()) if isinstance(name, str)}
-    found |= {
+    lists = [content.get(key, ()) for key in ("metrics", "mediaKeys")]
+    texts = [
         content[key].replace(".+", "NAME") for key in ("xAxis", "metricRegex") if isinstance(content.get(key), str)
-    }
+    ]
+    found = {name for names in [*lists, texts] for name in names if isinstance(name, str)}
     return found | {name for part in content.values() for name in named_in(part)}
 
 
@@ -61,13 +62,11 @@ def test_the_view_is_sent_to_the_server(tmp_path):
 
 def test_other_words_and_a_missing_package_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    missing = "wandb-workspaces is not installed, which the dashboard is made with. Run: pip install --no-deps -r "
     for words, text in (
         (["team"], "command line: 'team'. Possible: ENTITY/PROJECT, then grouped=true."),
         (["a/b", "x"], "command line: 'a/b x'. Possible: ENTITY/PROJECT, then grouped=true."),
-        (
-            ["a/b"],
-            "wandb-workspaces is not installed, which the dashboard is made with. Run: pip install --no-deps -r ",
-        ),
+        (["a/b"], missing),
     ):
         assert wandb_dashboard.main(words) == 2
         assert capsys.readouterr().err.startswith(text)

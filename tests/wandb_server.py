@@ -105,19 +105,12 @@ def _project(given: dict[str, Any]) -> dict[str, Any]:
 
 def _bucket(name: str, run: Run) -> dict[str, Any]:
     """Give a run as the client reads it: how many lines the server has, and the last ones."""
-    counts = {kind: len(run.lines.get(f"wandb-{kind}.jsonl", ())) for kind in ("history", "events")}
-    return {
-        "id": name,
-        "name": name,
-        "displayName": run.about.get("displayName"),
-        "config": run.about.get("config", "{}"),
-        "summaryMetrics": run.about.get("summaryMetrics", "{}"),
-        "historyLineCount": counts["history"],
-        "eventsLineCount": counts["events"],
-        "logLineCount": len(run.lines.get("output.log", ())),
-        "historyTail": json.dumps(run.lines.get(LINES, [])[-1:]),
-        "eventsTail": json.dumps(run.lines.get("wandb-events.jsonl", [])[-1:]),
-    }
+    bucket = {"id": name, "name": name, "displayName": run.about.get("displayName")}
+    bucket |= {key: run.about.get(key, "{}") for key in ("config", "summaryMetrics")}
+    for kind in ("history", "events"):
+        lines = run.lines.get(f"wandb-{kind}.jsonl", [])
+        bucket |= {f"{kind}LineCount": len(lines), f"{kind}Tail": json.dumps(lines[-1:])}
+    return {**bucket, "logLineCount": len(run.lines.get("output.log", ()))}
 
 
 def _handler(server: WandbServer) -> type[BaseHTTPRequestHandler]:
@@ -132,9 +125,7 @@ def _handler(server: WandbServer) -> type[BaseHTTPRequestHandler]:
             if parts == ["graphql"]:
                 sent = json.loads(self._body())
                 named = re.search(r"(?:query|mutation)\s+(\w+)", sent.get("query") or "")
-                operation = sent.get("operationName") or (
-                    named[1] if named else ""
-                )  # wandb-workspaces has the query alone
+                operation = sent.get("operationName") or (named and named[1])  # wandb-workspaces has the query alone
                 with server.lock:
                     self._say({"data": server.answer(operation, sent.get("variables") or {})})
             elif parts[-1] == "file_stream":  # files/ENTITY/PROJECT/RUN/file_stream
