@@ -144,9 +144,7 @@ def test_a_run_stops_at_its_target_and_a_restart_reports_it(words_of, watched, t
         return result_of(printed.out), printed.err
 
     result, printed = start()
-    keys = ("target", "images_to_target", "batches")
-    assert [result[key] for key in keys] == ["reached", "24", "3"]
-    assert float(result["fid"]) == pytest.approx(first["fid"], rel=1e-5)
+    assert {"target": "reached", "images_to_target": "24", "batches": "3"}.items() <= result.items()
     assert 0 < float(result["seconds_to_target"]) < float(result["seconds_to_target_with_eval"])
     assert "target: reached with FID " in printed and "after 24 images" in printed
     summary = summary_of(folder)
@@ -163,7 +161,7 @@ def test_a_run_stops_at_its_target_and_a_restart_reports_it(words_of, watched, t
     assert [again[key] for key in same] == [result[key] for key in same] and len(evaluations(folder)) == 1
 
     result, _ = start("target.fid=1e-9")  # another target: it continues to its end
-    assert [result[key] for key in keys] == ["missed", "none", "6"]
+    assert {"target": "missed", "images_to_target": "none", "batches": "6"}.items() <= result.items()
     assert same_training(newest(tmp_path, "aimed"), newest(watched.parent, "watched"))
 
 
@@ -171,28 +169,28 @@ def test_the_first_snapshot_that_passes_decides_and_a_partial_score_never_does(w
     folder = shutil.copytree(watched, tmp_path / "run")
     fids = {line["fid"]: line["images"] for line in evaluations(watched)}
     middle = sum(fids) / 2
-    capsys.readouterr()
-    assert eval_command.main([str(folder), f"target.fid={middle}"]) == 0
-    result = result_of(capsys.readouterr().out)
-    assert (result["target"], result["images_to_target"]) == ("reached", str(fids[min(fids)]))
+
+    def result(*words: str) -> dict[str, str]:
+        capsys.readouterr()
+        assert eval_command.main([str(folder), *words]) == 0
+        return result_of(capsys.readouterr().out)
+
+    expected = {"target": "reached", "images_to_target": str(fids[min(fids)])}
+    assert expected.items() <= result(f"target.fid={middle}").items()
     # A run that had no target keeps its summary; one that waits for this target gets it.
     assert "target" not in summary_of(folder)
     (folder / "summary.json").write_text(json.dumps({**summary_of(watched), "target": "pending"}))
     keep_keys(folder, {"target.fid": middle})
-    assert eval_command.main([str(folder)]) == 0
+    result()
     assert summary_of(folder)["target"] == "reached"
-    capsys.readouterr()
-    partial = [str(folder), "target.fid=1e9", "eval.num_prompts=4", f"out={tmp_path}/partial"]
-    assert eval_command.main(partial) == 0
-    assert result_of(capsys.readouterr().out)["target"] == "missed"
+    assert result("target.fid=1e9", "eval.num_prompts=4", f"out={tmp_path}/partial")["target"] == "missed"
 
 
 def test_guidance_is_swept_and_drawn(watched, tmp_path):
-    words = [str(watched), "eval.guidance=[1,3]", "eval.sampler=plms", f"out={tmp_path}/sweep"]
-    assert eval_command.main(words) == 0
-    rows = read_rows(tmp_path / "sweep" / "eval.csv")
+    assert eval_command.main([str(watched), "eval.guidance=[1,3]", "eval.sampler=plms", f"out={tmp_path}"]) == 0
+    rows = read_rows(tmp_path / "eval.csv")
     assert [(row["guidance"], row["sampler"]) for row in rows] == [(1.0, "plms"), (3.0, "plms")]
-    assert rows[0]["fid"] != rows[1]["fid"] and (tmp_path / "sweep" / "guidance.png").is_file()
+    assert rows[0]["fid"] != rows[1]["fid"] and (tmp_path / "guidance.png").is_file()
 
 
 def test_a_folder_of_images_is_scored_like_the_metrics_alone(miniature, tmp_path):
@@ -323,14 +321,14 @@ def test_an_evaluation_that_a_kill_at_the_end_prevented_is_made_and_logged(words
     folder, logged = shutil.copytree(watched, tmp_path / "watched"), InMemoryLogger()
     (folder / "summary.json").unlink()
     lines = (watched / "metrics.jsonl").read_text().splitlines(keepends=True)
-    last = next(line for line in reversed(lines) if '"evaluation": true' in line)
+    last = [line for line in lines if '"evaluation": true' in line][-1]
     (folder / "metrics.jsonl").write_text("".join(line for line in lines if line != last))
     monkeypatch.setattr(builders, "build_loggers", lambda *_: [logged])
     assert benchmark.main(words_of(tmp_path, "watched", "eval.when=in_training")) == 0
-    assert [figures(line) for line in evaluations(folder)] == [figures(line) for line in evaluations(watched)]
-    made, first_made = evaluations(folder)[-1], evaluations(watched)[-1]
-    assert made["seconds"] == pytest.approx(first_made["seconds"], abs=EVALUATION_SEC / 2)
-    assert [value for _, value in logged.data["eval/fid"]] == [made["fid"]] and (folder / "summary.json").is_file()
+    made, expected = evaluations(folder), evaluations(watched)
+    assert [figures(line) for line in made] == [figures(line) for line in expected]
+    assert made[-1]["seconds"] == pytest.approx(expected[-1]["seconds"], abs=EVALUATION_SEC / 2)
+    assert [value for _, value in logged.data["eval/fid"]] == [made[-1]["fid"]] and (folder / "summary.json").is_file()
 
 
 def test_the_batch_size_is_found_at_the_first_evaluation_and_kept_through_a_start_without_one(words_of, tmp_path):

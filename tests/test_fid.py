@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import re
-import warnings
 import zipfile
 from types import SimpleNamespace
 from typing import Any
@@ -88,15 +87,6 @@ def test_sums_give_numpys_mean_and_covariance(dim, batch, offset):
         assert np.array_equal(one.covariance, one.covariance.T)
 
 
-def test_sums_of_16_bit_features_stay_float64_and_are_those_of_the_wide_ones():
-    given = features(10, 8).half()
-    sums, wide = FeatureSums(8), FeatureSums(8)
-    sums.to("cpu").update(given)
-    wide.update(given.double())
-    assert {tensor.dtype for tensor in sums.tensors().values()} == {torch.float64}
-    assert torch.equal(sums.outer, wide.outer)
-
-
 def test_features_that_are_not_finite_name_their_prompts():
     given, sums = features(8, 4), FeatureSums(4)
     given[3, 1], given[5, 0] = float("nan"), float("inf")
@@ -148,19 +138,6 @@ def torchmetrics_fid(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(metric.compute())
 
 
-def test_distance_is_the_closed_form_for_covariances_that_commute():
-    """|m_a - m_b|^2 + sum (sqrt(a_i) - sqrt(b_i))^2 for eigenvalues a, b of common eigenvectors, some of them 0."""
-    generator = torch.Generator().manual_seed(0)
-    vectors = torch.linalg.qr(torch.randn(50, 50, generator=generator, dtype=torch.float64))[0].numpy()
-    a, b = (torch.rand(50, generator=generator, dtype=torch.float64).numpy() ** 8 for _ in range(2))
-    mean = torch.rand(50, generator=generator, dtype=torch.float64).numpy()
-    for a_zeros, b_zeros in ((0, 0), (20, 0), (20, 30), (50, 0)):
-        a[:a_zeros], b[50 - b_zeros :] = 0, 0
-        of_a, of_b = ((vectors * values) @ vectors.T for values in (a, b))
-        found = frechet_distance(Statistics(mean, (of_a + of_a.T) / 2), Statistics(0 * mean, (of_b + of_b.T) / 2))
-        assert found == pytest.approx(mean @ mean + ((np.sqrt(a) - np.sqrt(b)) ** 2).sum(), rel=1e-9)
-
-
 @pytest.mark.parametrize(("num_a", "num_b"), [(20, 400), (20, 30), (400, 20), (2, 2)])
 def test_a_singular_covariance_needs_no_epsilon(num_a, num_b):
     """Against sigma = X^T X: the trace of the root is the nuclear norm of the product of the centred features."""
@@ -182,25 +159,16 @@ def test_an_impossible_covariance_and_other_features_have_no_distance():
         frechet_distance(fine, Statistics(np.zeros(3), np.eye(3)))
 
 
-def synthetic_features(num_images: int, num_features: int, seed: int) -> torch.Tensor:
-    """Return features like Inception's, (N, D) float32: not negative, correlated, of full rank."""
-    generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(256, num_features, generator=torch.Generator().manual_seed(0)) / 16
-    features = torch.randn(num_images, 256, generator=generator) @ mixing
-    return features.add_(torch.randn(num_images, num_features, generator=generator), alpha=0.1).add_(0.3).relu_()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
+@pytest.mark.filterwarnings("ignore")
 def test_2048_features_equal_pytorch_fid_and_torchmetrics():
     for num in (3000, 500):  # 500: singular
-        a, b = (synthetic_features(num, 2048, seed=seed) for seed in (1, 2))
+        a, b = (features(num, 2048, seed=seed) for seed in (1, 2))
         found = frechet_distance(statistics(a), statistics(b))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert found == pytest.approx(torchmetrics_fid(a, b), rel=1e-6)
-            if num == 3000:
-                assert found == pytest.approx(pytorch_fid(statistics(a), statistics(b)), rel=1e-8)
+        assert found == pytest.approx(torchmetrics_fid(a, b), rel=1e-6)
+        if num == 3000:
+            assert found == pytest.approx(pytorch_fid(statistics(a), statistics(b)), rel=1e-8)
 
 
 # --- files ---
@@ -235,7 +203,7 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
 
 
 SHAPES = "mu is {}, sigma is float64 {}. Possible: real numbers (D"
-NAN, INF = np.array([0.0, np.nan]), np.full((2, 2), np.inf)
+NAN = np.array([0.0, np.nan])
 
 
 @pytest.mark.parametrize(
@@ -246,10 +214,8 @@ NAN, INF = np.array([0.0, np.nan]), np.full((2, 2), np.inf)
             "its arrays are mean, cov. Statistics are mu and sigma. Make the file aga",
         ),
         (dict(mu=np.zeros((1, 2)), sigma=np.eye(2)), SHAPES.format("float64 (1, 2)", "(2, 2)")),
-        (dict(mu=np.zeros(2), sigma=np.eye(3)), SHAPES.format("float64 (2,)", "(3, 3)")),
         (dict(mu=np.array(["a", "b"]), sigma=np.eye(2)), SHAPES.format("<U1 (2,)", "(2, 2)")),
         (dict(mu=NAN, sigma=np.eye(2)), "mu has 1 values that are NaN or infinite."),
-        (dict(mu=np.zeros(2), sigma=INF), "sigma has 4 values that are NaN or infinite."),
         (dict(mu=np.zeros(2), sigma=np.array([[1.0, 0.5], [0.4, 1.0]])), "sigma and its transpose differ by 0.1."),
         (
             dict(mu=np.zeros(2), sigma=np.eye(2), num_images=[3, 4]),
@@ -373,14 +339,12 @@ def test_each_resize_is_what_it_says(extractor, monkeypatch):
 def test_the_published_file_is_loaded_and_known_by_its_sha1(tmp_path, extractor, monkeypatch):
     path, state = tmp_path / "pt_inception.pth", full_state()
     torch.save({name: tensor for name, tensor in state.items() if "num_batches" not in name}, path)
-    with pytest.raises(ValueError) as caught:
-        load_inception(path)
     digest = fid.file_digest(path, "sha1")
-    assert str(caught.value) == (
-        f"{path}: its SHA-1 is {digest}, that of pt_inception-2015-12-05-6726825d.pth is "
-        "bd836944fd6db519dfd8d924aa457f5b3c8357ff. FID is defined by that file alone: fetch it again: python -m "
-        "prepare.downloads inception."
-    )
+    published = "pt_inception-2015-12-05-6726825d.pth is bd836944fd6db519dfd8d924aa457f5b3c8357ff"
+    with pytest.raises(
+        ValueError, match=f"^{path}: its SHA-1 is {digest}, that of {published}. FID is defined by that"
+    ):
+        load_inception(path)
     monkeypatch.setattr(fid, "PUBLISHED_SHA1", digest)
     loaded = load_inception(str(path), resize="bicubic256")
     assert (loaded.name, loaded.fingerprint, loaded.resize) == ("inception-2015-12-05", digest, "bicubic256")
@@ -418,36 +382,35 @@ class Small:
 
 def test_the_command_makes_statistics_of_a_folder(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fid_statistics, "load_inception", lambda weights, resize: Small())
-    folder, out = tmp_path / "images", tmp_path / "out.npz"
+    folder, out, rows = tmp_path / "images", tmp_path / "out.npz", []
     folder.mkdir()
     for number in range(6):
-        (folder / f"{number}.jpg").write_bytes(picture(number, (40 + number % 2 * 8, 48)))
-    words = [str(folder), str(out), "inception=random", "image_size=32", "batch_size=4"]
-    assert fid_statistics.main(words) == 0
-    printed = capsys.readouterr()
-    assert printed.out == f"statistics of 6 images, 12 features of quarters: {out}\n"
-    assert "FOLDER: 6 images for 12 features: the covariance is singular (rank 5 at most)" in printed.err
-    rows = []
-    for path in sorted(folder.iterdir()):
+        path = folder / f"{number}.jpg"
+        path.write_bytes(picture(number, (40 + number % 2 * 8, 48)))
         pixels = np.array(Image.open(path).convert("RGB").resize((32, 32), Image.Resampling.BICUBIC))
         rows.append(Small()(torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255)[0])
-    expected, found = numpy_statistics(torch.stack(rows)), read_statistics(out)
+    words = [str(folder), str(out), "inception=random", "image_size=32", "batch_size=4"]
+
+    def made(code: int, *more: str) -> tuple[str, str]:
+        assert fid_statistics.main([*words, *more]) == code
+        return capsys.readouterr()
+
+    printed, warned = made(0)
+    assert printed == f"statistics of 6 images, 12 features of quarters: {out}\n"
+    assert "FOLDER: 6 images for 12 features: the covariance is singular (rank 5 at most)" in warned
+    expected, found, before = numpy_statistics(torch.stack(rows)), read_statistics(out), out.read_bytes()
     np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-7)
     np.testing.assert_allclose(found.mean, expected.mean, atol=1e-6)
     facts = {"extractor": "quarters", "fingerprint": "0" * 32, "resize": "none", "image_size": 32, "num_images": 6}
     assert read_facts(out) == facts
 
-    assert fid_statistics.main(words) == 2
-    assert capsys.readouterr().err.startswith(
-        f"OUT: {out} exists. Give another name, remove it, or say overwrite=true."
-    )
+    assert made(2)[1].startswith(f"OUT: {out} exists. Give another name, remove it, or say overwrite=true.")
     (folder / "3.jpg").write_bytes(b"broken")
-    before = out.read_bytes()
-    assert fid_statistics.main([*words, "overwrite=true"]) == 1
-    assert f"{folder / '3.jpg'}: cannot be read as an image" in capsys.readouterr().err and out.read_bytes() == before
+    assert (
+        f"{folder / '3.jpg'}: cannot be read as an image" in made(1, "overwrite=true")[1] and out.read_bytes() == before
+    )
     (folder / "3.jpg").rename(folder / "notes.txt")
-    assert fid_statistics.main([*words, "overwrite=true"]) == 0
-    assert capsys.readouterr().out.endswith("; files that are no images by their suffixes: 1, e.g. notes.txt\n")
+    assert made(0, "overwrite=true")[0].endswith("; files that are no images by their suffixes: 1, e.g. notes.txt\n")
     assert read_statistics(out).num_images == 5
 
 

@@ -72,24 +72,16 @@ def test_images_are_those_of_a_diffusers_pipeline(sampler, prediction, guidance)
 # --- what an image depends on ---
 
 
-def test_images_are_floats_from_0_to_1_of_the_size_of_their_noise():
-    model = tiny()
-    noise = prompt_noise(0, [0, 1], model.family.latent_shape((96, 72)))
-    images = model.generate(model.family.tokenize(CAPTIONS[:2]), noise, **FEW)
-    assert images.shape == (2, 3, 72, 96) and images.dtype == torch.float32 and not images.requires_grad
-    assert images.min() >= 0.0 and images.max() <= 1.0
-
-
 def test_an_image_is_the_same_bits_in_any_place_and_next_to_any_others():
     """In batches of one size; in another size sums have another order, and it differs by rounding alone."""
     model = tiny()
     whole = images_of(model, [0, 1, 2, 3])
+    assert whole.shape == (4, 3, 64, 64) and whole.min() >= 0.0 and whole.max() <= 1.0 and not whole.requires_grad
     for prompts in ([3, 2, 1, 0], [4, 0, 1, 4], [2, 2, 2, 2]):
         found = images_of(model, prompts)
         for place, prompt in enumerate(prompts):
             assert prompt == 4 or torch.equal(found[place], whole[prompt]), (prompts, place)
-    for prompts in ([0], [2, 0, 1]):
-        assert greatest(images_of(model, prompts) - whole[prompts]) < 5e-5
+    assert greatest(images_of(model, [2, 0, 1]) - whole[[2, 0, 1]]) < 5e-5
 
 
 def test_the_weights_are_those_that_the_denoiser_holds_now():
@@ -104,10 +96,8 @@ def test_guidance_1_is_the_conditional_model_alone_in_half_the_rows():
     denoiser = Calls(model.denoiser)
     alone = images_of(model, [0, 1], guidance=1.0)
     assert denoiser.rows == [2, 2] and model._empty_condition is None
-    near = images_of(model, [0, 1], guidance=1.0 + 1e-6)
+    assert greatest(alone - images_of(model, [0, 1], guidance=1.0 + 1e-6)) < 1e-4
     assert denoiser.rows == [2, 2, 4, 4]
-    assert greatest(alone - near) < 1e-4
-    assert greatest(alone - images_of(model, [0, 1])) > 0.01
 
 
 def test_text_is_encoded_once_a_batch_and_the_empty_caption_once():

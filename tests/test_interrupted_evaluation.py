@@ -32,11 +32,10 @@ from run_folder.files import EVAL_PARTS
 
 
 def test_a_part_is_found_by_its_evaluation_and_rank_alone_and_removed_after_the_score(tmp_path):
-    mine, others = Parts(tmp_path / "p", is_alone=False), Parts(tmp_path / "p", is_alone=True)
+    mine, others = (Parts(tmp_path / "p", is_alone=alone) for alone in (False, True))
     assert mine.find("this", 0) is None and not (tmp_path / "p").exists()
-    for chunks in (1, 2):
-        mine.save("this", 3, {"chunks": chunks})
-    mine.save("other", 3, {"chunks": 9})
+    for name, chunks in (("this", 1), ("this", 2), ("other", 9)):
+        mine.save(name, 3, {"chunks": chunks})
     path, content = mine.find("this", 3)
     assert content == {"schema": 1, "of": "this", "chunks": 2} and len(list(path.parent.iterdir())) == 2
     assert mine.find("this", 0) is None and mine.find("third", 3) is None
@@ -250,17 +249,14 @@ def test_eval_on_two_ranks_is_stopped_by_a_signal_to_one_resumes_and_scores_as_o
 
 @pytest.mark.slow
 @pytest.mark.timeout(200, func_only=True)
-@pytest.mark.parametrize("last", [False, True])
 def test_a_signal_while_a_score_is_finished_stops_before_the_next_and_keeps_its_row(
-    whole, tmp_path, monkeypatch, capsys, last
+    whole, tmp_path, monkeypatch, capsys
 ):
-    words = [str(whole), f"out={tmp_path}", "eval.batch_size=16", f"snapshots={'last' if last else 'all'}"]
-    figures_of = Meter.figures
+    figures_of, words = Meter.figures, [str(whole), f"out={tmp_path}", "eval.batch_size=16"]
 
     def finished(self):
-        found = figures_of(self)
         signal.raise_signal(signal.SIGTERM)
-        return found
+        return figures_of(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(Meter, "figures", finished)
@@ -270,7 +266,7 @@ def test_a_signal_while_a_score_is_finished_stops_before_the_next_and_keeps_its_
     assert len(first) == 1 and not (tmp_path / EVAL_PARTS).exists()
     assert eval_command.main(words) == 0
     rows = read_rows(tmp_path / "eval.csv")
-    assert rows[:1] == first and len(rows) == (1 if last else 2)
+    assert rows[:1] == first and len(rows) == 2
 
 
 def test_the_seconds_of_a_resumed_evaluation_are_the_sum(tmp_path):

@@ -137,9 +137,9 @@ def test_moments_that_are_not_finite_or_not_of_their_caption_are_counted(encoded
 
 def test_samples_are_spread_over_eight_shards_and_more_only_where_these_hold_too_few():
     sizes = [100, 120, 80] * 20
-    few, many = look.choose_rows(sizes, 50, seed=0), look.choose_rows(sizes, 2000, seed=0)
-    assert len(few) == 8 and sum(map(len, few.values())) == 50
-    assert sum(map(len, many.values())) == 2000 and 17 <= len(many) <= 24  # 2000 of 80 to 120 each
+    few, many = (look.choose_rows(sizes, num, seed=0) for num in (50, 2000))
+    assert (len(few), *(sum(map(len, chosen.values())) for chosen in (few, many))) == (8, 50, 2000)
+    assert 17 <= len(many) <= 24  # 2000 of 80 to 120 each
     for chosen in (few, many):
         assert list(chosen) == sorted(chosen)
         for shard, of in chosen.items():
@@ -247,15 +247,15 @@ def test_damaged_shards_are_named_and_the_others_are_read(stage, tmp_path, capsy
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["samples=3"], "command line: REMOTE has to be given, OUT.png can be, and nothing else. "),
-        (["{tmp}/none", "{tmp}/a.png"], "REMOTE: no folder {tmp}/none. "),
-        (["{videos}"], "REMOTE: {videos} is a stage of videos. Possible: a stage of images or moments"),
-        (["{clips}"], "REMOTE: {clips} is a stage of videos' moments. Possible: a stage of images or moments"),
-        (["{in}", "{in}/a.png"], "OUT: {in} lies in {in}, which is only read. "),
-        (["{in}", "{tmp}/a.jpg"], "OUT: {tmp}/a.jpg is not a PNG file on this machine. "),
-        (["{in}", "/proc/x/a.png"], "OUT: /proc/x cannot be written: "),
-        (["{in}", "{tmp}/a.png", "model.weights=random"], "model.weights: has no use with a stage of images: {in}. "),
-        (["{moments}", "{tmp}/a.png", "model.weights=sd2.ckpt"], "model.weights: sd2.ckpt: there is no such file "),
+        ("samples=3", "command line: REMOTE has to be given, OUT.png can be, and nothing else. "),
+        ("{tmp}/none {tmp}/a.png", "REMOTE: no folder {tmp}/none. "),
+        ("{videos}", "REMOTE: {videos} is a stage of videos. Possible: a stage of images or moments"),
+        ("{clips}", "REMOTE: {clips} is a stage of videos' moments. Possible: a stage of images or moments"),
+        ("{in} {in}/a.png", "OUT: {in} lies in {in}, which is only read. "),
+        ("{in} {tmp}/a.jpg", "OUT: {tmp}/a.jpg is not a PNG file on this machine. "),
+        ("{in} /proc/x/a.png", "OUT: /proc/x cannot be written: "),
+        ("{in} {tmp}/a.png model.weights=random", "model.weights: has no use with a stage of images: {in}. "),
+        ("{moments} {tmp}/a.png model.weights=sd2.ckpt", "model.weights: sd2.ckpt: there is no such file "),
     ],
 )
 def test_look_says_what_it_cannot_do_before_it_starts(stage, encoded, tmp_path, capsys, words, message):
@@ -263,6 +263,5 @@ def test_look_says_what_it_cannot_do_before_it_starts(stage, encoded, tmp_path, 
     for name, kind, metadata in (("videos", "videos", {}), ("clips", "moments", {"image_size": [64, 48, 5]})):
         folders[name] = images_of([{"jpg": picture(1)}], tmp_path / name)
         write_metadata(folders[name], kind, metadata)
-    assert look.main([word.format(**folders) for word in words]) == 2
-    assert capsys.readouterr().err.startswith(message.format(**folders))
-    assert not list(tmp_path.glob("*.png"))
+    assert look.main(words.format(**folders).split()) == 2
+    assert capsys.readouterr().err.startswith(message.format(**folders)) and not list(tmp_path.glob("*.png"))

@@ -71,15 +71,6 @@ def test_the_pages_and_tables_are_those_that_are_committed(written):
         assert (written / name).read_text() == (ROOT / name).read_text(), "run make report"
 
 
-def test_another_record_gives_another_picture(tmp_path, monkeypatch):
-    """So the comparison can fail."""
-    monkeypatch.chdir(ROOT)
-    [[*_, words]] = [line for line in recipe() if "docs/pictures/scores.png" in line[1]]
-    others = [word for word in words if "seed18" not in word and not word.endswith(".png")]
-    assert plots.main([*others, f"{tmp_path}/scores.png"]) == 0
-    assert not same_pixels(tmp_path / "scores.png", ROOT / "docs/pictures/scores.png")
-
-
 # --- evaluation.plots as a command ---
 
 

@@ -24,7 +24,7 @@ from PIL import Image
 from reports import page
 from reports.charts import Plot, reference_bands, table_of, thinned, tick
 from reports.formatting import figure, plain, span
-from reports.page_content import differing, figures_of, not_comparable, result_of, results, samples_of, times_of
+from reports.page_content import differing, not_comparable, result_of, results, samples_of
 from run_folder.files import append_lines
 from run_folder.history import read_history
 from run_folder.sample_videos import gif_of
@@ -138,22 +138,12 @@ def grid(folder: Path, images: int, side: int = 8, captions: str = "a red circle
 # --- numbers and thinning ---
 
 
-@pytest.mark.parametrize(
-    ("shown", "value", "text"),
-    [
-        (figure, 172.963, "173.0"),
-        (figure, 51234.5, "51,234"),
-        (figure, 0.09174, "0.0917"),
-        (figure, 1e-4, "1.000e-4"),
-        *[(figure, value, "\u2013") for value in (math.nan, None, True, 10**400)],
-        (span, 4.26, "4.3 s"),
-        (span, 7265, "2 h 1 min"),
-        (tick, 12800, "12.8 k"),
-        (plain, "a\n\tb\x00c", "a b c"),
-    ],
-)
-def test_figures_times_and_texts_are_short_and_none_is_made_up(shown, value, text):
-    assert shown(value) == text
+def test_figures_times_and_texts_are_short_and_none_is_made_up():
+    for value, text in ((172.963, "173.0"), (51234.5, "51,234"), (0.09174, "0.0917"), (1e-4, "1.000e-4")):
+        assert figure(value) == text
+    assert [figure(value) for value in (math.nan, None, True, 10**400)] == ["\u2013"] * 4
+    shown = span(4.26), span(7265), tick(12800), plain("a\n\tb\x00c")
+    assert shown == ("4.3 s", "2 h 1 min", "12.8 k", "a b c")
 
 
 def test_thinning_keeps_every_extreme_and_the_mean_and_leaves_few_points_as_they_are():
@@ -245,15 +235,6 @@ def test_time_goes_on_over_starts_and_a_resume_is_on_record(tmp_path):
     assert "killed 19.0 s" in text and "ended 14.0 s" in text
 
 
-def test_time_and_cost(tmp_path):
-    run = read_history(make(tmp_path / "mine", config={"cost.per_device_hour": 3.6}))
-    assert figures_of(run)["cost"] == pytest.approx(20.0 * 2 / 3600 * 3.6)  # 20 s on two devices
-    assert times_of(run) == [("so far", "20.0 s", "0.0111", "0.0400")]
-    assert "At 3.6 a device-hour (cost.per_device_hour)." in parsed(run.folder).text("section", id="time")
-    free = parsed(make(tmp_path / "free")).text("section", id="time")
-    assert "device-hours so far 20.0 s 0.0111 With cost.per_device_hour" in free
-
-
 def test_the_benchmarks_recipe_alone_has_the_band_of_the_references_forty_runs(tmp_path):
     own = {"model.family": "sd2", "model.variant": "mlperf", "global_batch_size": 512, "target.fid": 90.0}
     run = make(tmp_path / "mine", [window(0), evaluation(1_536_000, 110.0, 0.14)], config=own)
@@ -276,12 +257,8 @@ def test_the_slider_has_an_image_for_each_grid_and_shows_the_last(tmp_path):
     assert [(own["data-images"], "hidden" in own) for own in images] == [("0", True), ("320", True), ("640", False)]
     slider = shown.all("input", id="samples-slider")[0][0]
     assert (slider["max"], slider["value"], shown.text("output", id="samples-seen")) == ("2", "2", "640")
-    with image_in(images[2]["src"]) as image:
+    with Image.open(io.BytesIO(base64.b64decode(images[2]["src"].partition(";base64,")[2]))) as image:
         assert image.convert("RGB").getpixel((3, 3)) == (640 % 256, 20, 30)
-
-
-def image_in(address: str) -> Image.Image:
-    return Image.open(io.BytesIO(base64.b64decode(address.partition(";base64,")[2])))
 
 
 def test_grids_that_are_too_many_or_broken_are_left_out_and_named(tmp_path):
@@ -298,18 +275,15 @@ def test_grids_that_are_too_many_or_broken_are_left_out_and_named(tmp_path):
 
 def test_videos_are_shown_in_motion_above_their_frames(tmp_path):
     run = make(tmp_path / "mine")
-    video = torch.zeros(3, 9, 8, 12, dtype=torch.uint8)
-    video[0, torch.arange(9), :, torch.arange(9)] = 255
     for images in (0, 320):
         grid(run, images)
+        video = torch.rand(3, 9, 8, 12, generator=torch.Generator().manual_seed(images)).mul(255).byte()
         (run / f"samples/im{images:012d}.gif").write_bytes(gif_of(video, 8.0))
     shown = parsed(run)
-    pictures = [own for own, _ in shown.all("div") if "data-images" in own]
-    assert [(own["data-images"], "hidden" in own) for own in pictures] == [("0", True), ("320", False)]
+    images = [own for own, _ in shown.all("div") if "data-images" in own]
+    assert [(own["data-images"], "hidden" in own) for own in images] == [("0", True), ("320", False)]
     videos = [own["src"] for own, _ in shown.all("img") if own["src"].startswith("data:image/gif")]
     assert len(videos) == 2 and len(shown.all("img")) == 4
-    with image_in(videos[0]) as image:
-        assert (image.n_frames, image.size) == (9, (12, 8)) and image.info["duration"] in (120, 125, 130)
     found = samples_of(read_history(run), 10**6)
     assert (found.width, found.height, found.is_small) == (12, 8, True)
 
@@ -433,15 +407,17 @@ def test_results_stand_beside_each_other_with_their_ratios(tmp_path):
     one = make(tmp_path / "one", [*map(window, range(4)), evaluation(1280, 40.0, 0.95)])
     two = make(tmp_path / "two", [*(window(n, images_per_sec=160.0) for n in range(4)), evaluation(640, 60.0, 0.5)])
     rows = {row.name: row.cells for row in results([read_history(one), read_history(two)])}
-    assert rows["result"] == [("Target reached", None), ("Running", "")]
-    assert rows["FID"] == [("40.00", None), ("60.00", "\u00d7 1.50")]
-    assert rows["images/s"] == [("80.00", None), ("160.0", "\u00d7 2.00")]
-    assert rows["images to the target"] == [("1,280", None), ("\u2013", "")]
+    expected = {
+        "result": [("Target reached", None), ("Running", "")],
+        "FID": [("40.00", None), ("60.00", "\u00d7 1.50")],
+        "images/s": [("80.00", None), ("160.0", "\u00d7 2.00")],
+        "images to the target": [("1,280", None), ("\u2013", "")],
+    }
+    assert expected.items() <= rows.items()
     shown = parsed(one, two)
     assert "FID 40.00 60.00 \u00d7 1.50" in shown.text("section", id="results")
     assert shown.text("h1") == "one and two" and shown.all("section", id="result") == []
-    text = shown.text("figure", id="plot-loss")
-    assert "one" in text and "two" in text
+    assert all(name in shown.text("figure", id="plot-loss") for name in ("one", "two"))
 
 
 def test_only_the_keys_that_differ_are_shown(tmp_path):
@@ -477,32 +453,27 @@ def test_what_cannot_be_compared_is_named(tmp_path):
 def test_the_command_writes_the_page_where_it_says(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one, _ = make(tmp_path / "one"), make(tmp_path / "two")
-    assert page.main([str(one)]) == 0 and capsys.readouterr().out == f"written: {one}/page.html\n"
-    assert page.main(["one", "two"]) == 0 and capsys.readouterr().out == "written: comparison.html\n"
-    assert page.main(["one", "two", f"out={tmp_path}/x.html"]) == 0
-    assert Parsed((tmp_path / "x.html").read_text()).text("h1") == "one and two"
-    assert sorted(path.name for path in one.iterdir()) == [
-        *("config.yaml", "environment.json", "metrics.jsonl", "page.html", "starts.jsonl")
-    ]
+    before = {*one.iterdir()}
+    for words, out in (
+        ([str(one)], f"{one}/page.html"),
+        (["one", "two"], "comparison.html"),
+        (["one", "out=x.html"], "x.html"),
+    ):
+        assert page.main(words) == 0 and capsys.readouterr().out == f"written: {out}\n" and Path(out).is_file()
+    assert {*one.iterdir()} - before == {one / "page.html"}
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (
-            ["none", "empty"],
-            "none is not a folder. Give a run's folder: runs/NAME.\nempty is not a run: it has no config",
-        ),
-        (["out=x.html"], "command line: 0 runs given. Possible: 1 to 16 on a page."),
-        (["mine", "out=pipe"], "out: pipe cannot be written: it is no regular file."),
-        (["x" * 5000], f"command line: '{'x' * 60}... (5,000 characters)' is not a path."),
-    ],
-)
-def test_an_impossible_command_line_is_refused(tmp_path, monkeypatch, capsys, words, text):
+def test_an_impossible_command_line_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "mine")
     (tmp_path / "empty").mkdir()
     os.mkfifo("pipe")  # as /dev/null, which root would replace for everybody
-    assert page.main(words) == 2
-    assert capsys.readouterr().err.startswith(text)
-    assert Path("pipe").is_fifo()
+    no_runs = "none is not a folder. Give a run's folder: runs/NAME.\nempty is not a run: it has no config"
+    for words, text in (
+        (["none", "empty"], no_runs),
+        (["out=x.html"], "command line: 0 runs given. Possible: 1 to 16 on a page."),
+        (["mine", "out=pipe"], "out: pipe cannot be written: it is no regular file."),
+        (["x" * 5000], f"command line: '{'x' * 60}... (5,000 characters)' is not a path."),
+    ):
+        assert page.main(words) == 2
+        assert capsys.readouterr().err.startswith(text) and Path("pipe").is_fifo()

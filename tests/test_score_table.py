@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -43,19 +44,17 @@ def test_lines_that_are_no_rows_are_refused_by_their_number(tmp_path):
     path = tmp_path / "eval.jsonl"
     write_rows(path, [ROW, {**ROW, "fid": 20.0}])
     whole = path.read_bytes()
-
-    def refused(content: bytes) -> str:
-        path.write_bytes(content)
-        with pytest.raises(ValueError) as caught:
-            read_rows(path)
-        return str(caught.value).replace(str(path), "eval.jsonl")
-
     no_row = "eval.jsonl: line {} is not a row of scores: '{}'. Remove that line: its score is then made again."
-    assert refused(whole[:-2]) == no_row.format(2, whole.split(b"\n")[1][:40].decode())
-    assert refused(b"[1]\n" + whole) == no_row.format(1, "[1]")
-    assert refused(b"[" * 50_000) == no_row.format(1, "[" * 40)
-    assert "line 2 is not a row" in refused(whole.replace(b'"fid": 20.0, ', b""))
-    assert refused(whole + b"\xff").startswith("eval.jsonl cannot be read: 'utf-8' codec can't decode byte 0xff")
+    for content, text in (
+        (whole[:-2], no_row.format(2, whole.split(b"\n")[1][:40].decode())),
+        (b"[1]\n" + whole, no_row.format(1, "[1]")),
+        (b"[" * 50_000, no_row.format(1, "[" * 40)),
+        (whole.replace(b'"fid": 20.0, ', b""), "eval.jsonl: line 2 is not a row"),
+        (whole + b"\xff", "eval.jsonl cannot be read: 'utf-8' codec can't decode byte 0xff"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{tmp_path}/{re.escape(text)}"):
+            read_rows(path)
     path.write_bytes(b"")  # its only line was removed
     assert read_rows(path) == []
     path.write_bytes(whole[:-1])  # whole but for its last end of line
@@ -101,10 +100,16 @@ def test_a_model_of_an_unknown_number_of_images_is_a_horizontal_line(tmp_path, c
     drawn: list[tuple[str, list[float]]] = []
     real = Axes.axhline
     monkeypatch.setattr(Axes, "axhline", lambda self, y, **how: drawn.append((how["label"], y)) or real(self, y, **how))
-    figures = {"fid": 90.0, "clip": 0.1, "clip_x100": 10.0}
+    figures = {
+        "fid": 90.0,
+        "clip": 0.1,
+        "clip_x100": 10.0,
+        "partial": False,
+        "num_images": 18,
+        "eval_precision": "fp32",
+    }
     of_run = [{**ROW, **figures, "images": n, "guidance": g} for n in (8, 16) for g in (1.0, 3.0)]
-    of_images = {"model": "imgs", "images_in_folder": 18, "eval_precision": "fp32", **figures}
-    of_images |= {"partial": False, "num_images": 18}
+    of_images = {"model": "imgs", "images_in_folder": 18, **figures}
 
     def plots(name: str, rows: list[dict]) -> list[str]:
         plot_scores(rows, tmp_path / name, TargetConfig())
@@ -114,12 +119,10 @@ def test_a_model_of_an_unknown_number_of_images_is_a_horizontal_line(tmp_path, c
     assert capsys.readouterr().err == "" and drawn == [("imgs: 90", 90.0), ("imgs: 0.1", 0.1)]
     assert plots("two", [of_run[0], of_images]) == ["eval.png"]  # a point and a line
     assert plots("none", [of_images, {**of_images, "model": "more"}]) == []
-    path = tmp_path / "eval.csv"
-    write_rows(path, [*of_run, of_images])
-    rows = read_rows(path)
-    assert rows == [*of_run, of_images] and plots("both", rows) == ["eval.png", "guidance.png"]
+    write_rows(path := tmp_path / "eval.csv", [*of_run, of_images])
+    assert read_rows(path) == [*of_run, of_images] and plots("both", read_rows(path)) == ["eval.png", "guidance.png"]
     capsys.readouterr()
-    assert lines_of([of_images, *rows], "guidance")[0][0] == "imgs"
+    assert lines_of([of_images, *of_run], "guidance")[0][0] == "imgs"
     ScoreTable(path).get({"model": "imgs", "images_in_folder": 18}, dict)
     assert capsys.readouterr().out == "model=imgs fid=90.0 clip=0.1 clip_x100=10.0 num_images=18 partial=False\n"
 

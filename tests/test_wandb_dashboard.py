@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from typing import Any
 
 import pytest
-from conftest import run
-from wandb_server import WandbServer
 
 from reports import wandb_dashboard
 from run_folder.metric_names import SAMPLES, row_of
@@ -42,22 +39,6 @@ def test_the_view_names_what_the_dashboard_says_and_nothing_else():
     assert named == set(wandb_dashboard.metrics()) and SAMPLES in named and all(map(row_of, named))
     assert [section["name"] for section in sections] == list(wandb_dashboard.SECTIONS)
     assert view["section"]["runSets"][0]["grouping"] == [{"section": "run", "name": "group"}]
-
-
-@with_workspaces
-@pytest.mark.slow
-@pytest.mark.timeout(120, func_only=True)
-def test_the_view_is_sent_to_the_server(tmp_path):
-    own = dict.fromkeys(["WANDB_CONFIG_DIR", "WANDB_DIR"], str(tmp_path))
-    with WandbServer() as server:
-        at = {**own, "WANDB_BASE_URL": server.address, "WANDB_API_KEY": 8 * "12345"}
-        done = run(sys.executable, "-m", "reports.wandb_dashboard", "team/shapes", **at)
-    assert done.returncode == 0, done.stderr
-    [view] = server.views
-    assert (view["entityName"], view["projectName"], view["type"]) == ("team", "shapes", "project-view")
-    sent = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
-    assert [section["name"] for section in sent] == list(wandb_dashboard.SECTIONS)
-    assert done.stdout.startswith("made: http")
 
 
 def test_other_words_and_a_missing_package_are_refused(monkeypatch, capsys):

@@ -42,8 +42,6 @@ class WandbServer:
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
-        self.views: list[dict[str, Any]] = []
-        self.alerts: list[dict[str, Any]] = []
         self.lock = threading.Lock()
         self._http = _Quiet(("127.0.0.1", 0), _handler(self))
         self.address = f"http://127.0.0.1:{self._http.server_port}"
@@ -73,12 +71,6 @@ class WandbServer:
             run.about.update({name: value for name, value in given.items() if value is not None})
             bucket = {**_bucket(given["name"], run), "project": _project(given)}
             return {"upsertBucket": {"bucket": bucket, "inserted": is_new}}
-        if operation == "NotifyScriptableRunAlert":
-            self.alerts.append(given)
-            return {"notifyScriptableRunAlert": {"success": True}}
-        if operation == "UpsertView2":
-            self.views.append(given)
-            return {"upsertView": {"view": {"id": "v", "name": given["name"]}, "inserted": True}}
         if operation == "CreateRunFiles":
             urls = [{"name": name, "uploadUrl": f"{self.address}/put/{given['run']}/{name}"} for name in given["files"]]
             return {"createRunFiles": {"runID": given["run"], "uploadHeaders": [], "files": urls}}
