@@ -21,11 +21,9 @@ import yaml
 from composer.cli import launcher
 from conftest import ROOT, started
 from test_locks import requirements
+from test_yamls import keys_of, read
 from test_yamls import resolve as of_a_recipe
 
-import benchmark
-from common.command_line import parse_command_line
-from config import flatten, load
 from preflight import checks
 from preflight.config_checks import quick_problems
 from training.config import resolve
@@ -65,37 +63,22 @@ def commands(path: Path) -> list[list[str]]:
     return [words[words.index("benchmark.py") + 1 :] for words in lines]
 
 
-def read(words: list[str]) -> benchmark.RunConfig:
-    return load(benchmark.RunConfig, parse_command_line(words, benchmark.ALIASES), check=lambda config: [])
-
-
-@pytest.mark.parametrize("path", CLOUDS, ids=lambda path: path.name)
-def test_a_command_names_a_recipe_and_repeats_none_of_its_values(path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert {file for file in LAUNCH.glob("*.yaml") if "benchmark.py" in file.read_text()} <= {*CLOUDS}
-    for yaml_file, *keys in commands(path):
-        assert re.fullmatch(r"yamls/\w+\.yaml", yaml_file) and keys
-        there, given = flatten(read([yaml_file])), flatten(read([yaml_file, *keys]))
-        names = [key.partition("=")[0] for key in keys]
-        assert [name for name in names if not name.startswith("loggers.") and there[name] == given[name]] == []
-        assert len(names) == len(set(names)) and "parameters" not in content(path)
-
-
 @pytest.mark.usefixtures("quick_estimate")
 @pytest.mark.parametrize("path", CLOUDS, ids=lambda path: path.name)
-def test_a_command_passes_the_checks_of_a_run(path, stage, monkeypatch):
-    """With a tiny network, and the tests' own data and weights."""
+def test_a_command_names_a_recipe_repeats_none_of_its_values_and_passes_the_checks_of_a_run(path, stage, monkeypatch):
+    """With a tiny network, and the tests' own data and weights. A disk that is not kept needs a store and a name."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(checks, "_check_room", lambda needs: iter(()))  # a small batch has a snapshot to each one
-    for words in commands(path):
-        config = of_a_recipe(words, stage)
-        assert config.data.synthetic == (path.name == "mcloud.yaml") and config.run_name == read(words).run_name
-
-
-@pytest.mark.parametrize("path", CLOUDS[1:], ids=lambda path: path.name)
-def test_a_file_whose_disk_is_not_kept_reads_and_writes_in_a_store_under_a_name(path):
-    for words in commands(path):
-        keys = dict(word.split("=", 1) for word in words[1:])
+    assert {file for file in LAUNCH.glob("*.yaml") if "benchmark.py" in file.read_text()} <= {*CLOUDS}
+    for yaml_file, *words in commands(path):
+        keys = dict(word.split("=", 1) for word in words)
+        assert re.fullmatch(r"yamls/\w+\.yaml", yaml_file) and keys and len(keys) == len(words)
+        there, given = keys_of([yaml_file]), keys_of([yaml_file, *words])
+        assert [key for key in keys if not key.startswith("loggers.") and there[key] == given[key]] == []
+        config = of_a_recipe([yaml_file, *words], stage)
+        assert config.data.synthetic == (path.name == "mcloud.yaml") and config.run_name == given["run_name"]
+        if path.name == "mcloud.yaml":
+            continue
         assert keys["data.remote"].startswith("s3://YOUR_BUCKET/") and keys["data.local"].startswith(("/", "$HOME/"))
         if path.name != "mcloud_streaming.yaml":  # a measurement of some minutes
             assert keys["save.remote"].startswith("s3://YOUR_BUCKET/") and keys["run_name"]
@@ -106,29 +89,25 @@ def test_each_size_of_a_job_divides_the_batch_and_the_order_of_samples(path, mon
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # by another test's run: variables count
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    for gpus in (8, 32, 256, 24):
-        monkeypatch.setenv("WORLD_SIZE", str(gpus))
-        for words in commands(path):
-            found = [problem for problem in quick_problems(resolve(read(words)), []) if BATCH & {*problem.keys}]
+    for config in map(read, commands(path)):
+        for gpus in (8, 256, 24):
+            monkeypatch.setenv("WORLD_SIZE", str(gpus))
+            found = [problem for problem in quick_problems(resolve(config), []) if BATCH & {*problem.keys}]
             assert (found != []) == (gpus == 24)
 
 
 # --- MosaicML's platform ---
 
 
-def finalized(path: Path, **compute: int) -> dict[str, Any]:
-    """What `mcli run` would send, made by its own classes, up to the call of their service."""
+@pytest.mark.parametrize("path", MCLOUD, ids=lambda path: path.name)
+def test_mosaicmls_own_classes_accept_each_of_their_files(path):
+    """What `mcli run` would send, up to the call of their service."""
     from mcli import RunConfig
     from mcli.models.run_config import FinalRunConfig
 
     config = RunConfig.from_file(str(path))
-    config.compute.update(compute)  # as its --gpus does
-    return FinalRunConfig.finalize_config(config).to_create_run_api_input()["runInput"]
-
-
-@pytest.mark.parametrize("path", MCLOUD, ids=lambda path: path.name)
-def test_mosaicmls_own_classes_accept_each_of_their_files(path):
-    sent = finalized(path, gpus=256)
+    config.compute["gpus"] = 256  # as its --gpus does
+    sent = FinalRunConfig.finalize_config(config).to_create_run_api_input()["runInput"]
     assert sent["runName"] == content(path)["name"] and sent["compute"]["gpus"] == 256
     [integration] = sent["integrations"]
     assert integration["type"] == "git_repo" and "gitCommit" in str(integration)
@@ -142,7 +121,7 @@ def test_the_stages_of_the_recipe_are_run_one_after_the_other():
     """The second begins where the first has ended, and a stage that has not ended stops the job."""
     first, second = commands(LAUNCH / "mcloud_two_stages.yaml")
     assert [words[0] for words in (first, second)] == ["yamls/mosaicml_256.yaml", "yamls/mosaicml_512.yaml"]
-    begins = Path(read([second[0]]).model.denoiser)
+    begins = Path(keys_of([second[0]])["model.denoiser"])
     assert begins.name == dict(word.split("=", 1) for word in first[1:])["run_name"]
     lines = content(LAUNCH / "mcloud_two_stages.yaml")["command"].splitlines()
     assert [line.endswith("&&") for line in lines if "benchmark.py" in line] == [True, False]
@@ -173,14 +152,9 @@ def test_a_pod_that_is_taken_away_does_not_count_and_a_run_that_cannot_work_is_n
     of_pods, failure = job_of(jobset)["podFailurePolicy"]["rules"], jobset["spec"]["failurePolicy"]
 
     def action(index: int) -> str:
-        message = (
-            f"Container ranks for pod default/easel failed with exit code 1 matching FailJob rule at index {index}"
-        )
-        return next(
-            rule["action"]
-            for rule in failure["rules"]
-            if any(re.search(pattern, message) for pattern in rule["onJobFailureMessagePatterns"])
-        )
+        text = f"Container ranks for pod default/easel failed with exit code 1 matching FailJob rule at index {index}"
+        patterns = ((p, rule["action"]) for rule in failure["rules"] for p in rule["onJobFailureMessagePatterns"])
+        return next(action for pattern, action in patterns if re.search(pattern, text))
 
     expected = {"2": "FailJobSet", "138, 143": "RestartJobSetAndIgnoreMaxRestarts", "DisruptionTarget": None}
     for index, rule in enumerate(of_pods):

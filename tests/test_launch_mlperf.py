@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -22,6 +23,10 @@ from launch import mlperf
 from training.config import ALIASES, RunConfig
 
 SYSTEMS = sorted((ROOT / "launch").glob("config_*.sh"))
+
+
+def read(words: list[str]) -> RunConfig:
+    return load(RunConfig, parse_command_line(words, ALIASES), check=lambda config: [])
 
 
 def variables_of(path: Path) -> dict[str, str]:
@@ -44,10 +49,8 @@ def test_a_systems_file_says_nodes_gpus_and_batch_and_its_recipe_has_that_batch(
     assert given["DGXSYSTEM"] == path.stem.removeprefix("config_")
     numbers = [int(given[key]) for key in ("DGXNNODES", "DGXNGPU", "BATCHSIZE")]
     assert numbers == [int(name[part]) for part in (2, 3, 4)] and re.fullmatch(r"\d\d:\d\d:\d\d", given["WALLTIME"])
-    batch = numbers[0] * numbers[1] * numbers[2]
     [train, *_] = mlperf.commands_of(given, [])
-    recipe = load(RunConfig, parse_command_line([train[1]], ALIASES), check=lambda config: [])
-    assert recipe.global_batch_size == batch
+    assert read(train[1:2]).global_batch_size == math.prod(numbers)
 
 
 def test_a_submissions_variables_become_words_and_words_count_last(tmp_path):
@@ -56,7 +59,7 @@ def test_a_submissions_variables_become_words_and_words_count_last(tmp_path):
     given |= {"DATADIR": str(tmp_path), "MLPERF_SUBMISSION_ORG": "Us"}
     train, score = mlperf.commands_of(given, ["max_duration=50ba", "mlperf.division=closed"])
     assert train[:2] == ["benchmark.py", "yamls/mlperf_256.yaml"] and score == ["eval.py", "/runs/mlperf-7"]
-    config = flatten(load(RunConfig, parse_command_line(train[1:], ALIASES), check=lambda config: []))
+    config = flatten(read(train[1:]))
     expected = {"seed": 7, "run_name": "mlperf-7", "run_folder": "/runs", "global_batch_size": 256}
     expected |= {"device_train_microbatch_size": 32, "max_duration": "50ba", "optimizer.lr_per_image": 2.5e-7}
     expected |= {"schedule.warmup_batches": 0, "mlperf.enabled": True, "mlperf.division": "closed", "mlperf.org": "Us"}
@@ -98,9 +101,23 @@ def test_impossible_variables_are_reported_at_once():
 TWO = {"RANKS_PER_NODE": "1", "NUM_NODES": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize(
-    ("variables", "text"),
-    [
+def launched(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What ranks.sh does with these variables, and with none of another launcher's."""
+    others = {"RANK_LOGS", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    return bash("ranks.sh", *words, **dict.fromkeys(others, "") | variables)
+
+
+def bash(script: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of launch/ to its end; a variable that is given as nothing is not set."""
+    environment = {
+        name: value for name, value in {**os.environ, **variables}.items() if value or name == "SLURM_JOB_ID"
+    }
+    command = ["bash", str(ROOT / "launch" / script), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_node_refuses_variables_that_no_launcher_could_use():
+    for variables, text in (
         ({"RANKS_PER_NODE": "many"}, ": RANKS_PER_NODE is 'many'. Possible: a number of ranks.\n"),
         ({"PATH": "/usr/bin:/bin", "RANKS_PER_NODE": "1"}, ": no composer on the PATH. Activate the environment"),
         (
@@ -112,28 +129,17 @@ TWO = {"RANKS_PER_NODE": "1", "NUM_NODES": "2", "MASTER_ADDR": "n0", "MASTER_POR
             "MASTER_ADDR or MASTER_PORT is not given, and there are 2 nodes.",
         ),
         (
-            {**TWO, "NODE_RANK": "2"},
+            TWO | {"NODE_RANK": "2"},
             ": NODE_RANK is '2'. Possible: from 0 to 1, the number of nodes being 2. NUM_NODES se",
         ),
         (
             TWO,
             ": NODE_RANK is not given, and there are 2 nodes. Give each its own: 0 on that of MASTER_ADDR, up to 1.\n",
         ),
-        ({**TWO, "MASTER_PORT": "65536"}, ": MASTER_PORT is '65536'. Possible: a number from 1 to 65535.\n"),
-    ],
-)
-def test_a_node_refuses_variables_that_no_launcher_could_use(variables, text):
-    done = launched("x=1", **variables)
-    assert done.returncode == 2 and text in done.stderr, done
-
-
-def launched(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What ranks.sh does with these variables, and with none of another launcher's."""
-    others = {"RANK_LOGS", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NUM_NODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    environment = {name: value for name, value in os.environ.items() if name not in others} | variables
-    return subprocess.run(
-        ["bash", "launch/ranks.sh", *words], env=environment, capture_output=True, text=True, timeout=120
-    )
+        (TWO | {"MASTER_PORT": "65536"}, ": MASTER_PORT is '65536'. Possible: a number from 1 to 65535.\n"),
+    ):
+        done = launched("x=1", **variables)
+        assert done.returncode == 2 and text in done.stderr, done
 
 
 def program(path: Path, text: str) -> None:
@@ -189,51 +195,40 @@ def recorded(tmp_path) -> tuple[dict[str, str], Callable[[], list[list[str]]]]:
     write = f"open({str(tmp_path / 'words')!r}, 'a').write(json.dumps(sys.argv[1:]) + chr(10))"
     program(tmp_path / "bin/composer", f"#!{sys.executable}\nimport json, sys\n{write}\n")
     path = f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    variables = {**os.environ, "PATH": path, "RANKS_PER_NODE": "1", "SLURM_JOB_ID": ""}
+    variables = {"PATH": path, "RANKS_PER_NODE": "1", "SLURM_JOB_ID": ""}
     return variables, lambda: [json.loads(line) for line in (tmp_path / "words").read_text().splitlines()]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
 def test_a_value_is_no_code_of_the_shell_and_one_of_several_lines_is_refused(recorded, tmp_path):
-    environment, words = recorded
-    own = {"DGXNGPU": "8", "BATCHSIZE": "32", "SEED": "7", "NEMOLOGS": "/runs"}
-
-    def launched(org: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", str(ROOT / "launch/run_and_time.sh"), "data.remote=sftp://user:hunter2@host/x"],
-            env={**environment, **own, "MLPERF_SUBMISSION_ORG": org},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-
-    done = launched(f"Us{LINES}")
+    variables, words = recorded
+    variables |= {"DGXNGPU": "8", "BATCHSIZE": "32", "SEED": "7", "NEMOLOGS": "/runs"}
+    remote = "data.remote=sftp://user:hunter2@host/x"
+    done = bash("run_and_time.sh", remote, **variables, MLPERF_SUBMISSION_ORG=f"Us{LINES}")
     assert done.returncode == 2 and not (tmp_path / "words").exists(), done
     assert "mlperf.org is " in done.stderr
     assert "Possible: a text without control characters and line ends or null." in done.stderr
     line = "Us $(touch broken_out) `touch broken_out` '; touch broken_out; '"
-    done = launched(line)
+    done = bash("run_and_time.sh", remote, **variables, MLPERF_SUBMISSION_ORG=line)
     assert done.returncode == 0, done
     train, score = words()
     assert f"mlperf.org={line}" in train and score[-2:] == ["eval.py", "/runs/mlperf-7"]
-    assert train[-1] == "data.remote=sftp://user:hunter2@host/x"  # the ranks need it
+    assert train[-1] == remote  # the ranks need it
     assert not (ROOT / "broken_out").exists() and "RESULT,stable_diffusion," in done.stdout
 
 
-SLURM = {"JOB_ID": "7", "JOB_NODELIST": "n1", "JOB_NUM_NODES": "1", "CPUS_ON_NODE": "2"}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2"}
 
 
 def test_words_of_several_lines_reach_the_ranks_of_a_slurm_job_whole(recorded, tmp_path):
-    environment, words = recorded
+    variables, words = recorded
     srun = '#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\n[ "$2" = -c ] || exec "$@"\n'
     for name, text in {"srun": srun, "scontrol": "#!/bin/sh\necho job\n"}.items():
         program(tmp_path / "bin" / name, text)
-    slurm = {f"SLURM_{name}": value for name, value in {**SLURM, "SUBMIT_DIR": str(ROOT)}.items()}
-    env = {**environment, **slurm, "LOGDIR": str(tmp_path / "logs")}
+    variables |= {**SLURM, "SLURM_SUBMIT_DIR": str(ROOT), "LOGDIR": str(tmp_path / "logs")}
     name = f"mlperf.org=a{LINES}\nrun_name=b"  # no run_name
-    command = ["bash", "launch/slurm.sbatch", name]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = bash("slurm.sbatch", name, **variables)
     assert done.returncode == 0 and "no run_name is given" in done.stdout, done
     [line] = words()
     given = line[line.index("--stderr") + 2 :]
@@ -247,23 +242,21 @@ def test_both_batch_scripts_have_what_a_restart_needs_and_differ_in_the_containe
         for name in ("slurm.sbatch", "slurm_container.sbatch")
     )
     assert plain == container
-    assert {"--requeue", "--open-mode=append", "--signal=B:USR1@180", "--ntasks-per-node=1"} <= {
-        line.split()[1] for line in plain
-    }
+    options = {line.split()[1] for line in plain}
+    assert {"--requeue", "--open-mode=append", "--signal=B:USR1@180", "--ntasks-per-node=1"} <= options
 
 
-def test_the_container_sees_each_folder_under_its_whole_name(tmp_path):
+def test_the_container_sees_each_folder_under_its_whole_name(tmp_path, monkeypatch):
     """A relative name is one of the checkout, and a link keeps its own name: the words of the ranks have it."""
     (tmp_path / "real").mkdir()
     (tmp_path / "data").symlink_to("real")
     for name, text in {"srun": 'echo "$* RANK_LOGS=$RANK_LOGS"', "scontrol": "echo job"}.items():
         program(tmp_path / "bin" / name, f"#!/bin/sh\n[ $1 != --help ] || exec echo --container-image\n{text}\n")
     (tmp_path / "launch").symlink_to(ROOT / "launch")
-    env = {f"SLURM_{name}": value for name, value in {**SLURM, "SUBMIT_DIR": str(tmp_path)}.items()}
+    monkeypatch.chdir(tmp_path)
+    env = {**SLURM, "SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     env |= {"CONT": "easel.sqsh", "LOGDIR": "data/logs", "DATADIR": f"{tmp_path}/data", "NEMOLOGS": "../runs"}
-    env = {**os.environ, **env, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    command = ["bash", "launch/slurm_container.sbatch", "run_name=a"]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = bash("slurm_container.sbatch", "run_name=a", **env)
     assert done.returncode == 0, done
     [mounts] = re.findall(r"--container-mounts=(\S+)", done.stdout)
     places = [tmp_path, tmp_path / "data", tmp_path.parent / "runs", tmp_path / "data/logs"]

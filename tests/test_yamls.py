@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -15,14 +17,13 @@ from test_published_weights import tiny_networks, whole_ldm_file, write
 
 import benchmark
 from bench.ladder import read_ladder
-from common.command_line import parse_command_line
+from common.command_line import leaves, parse_command_line
 from config import flatten, load
 from evaluation.scorer import TargetConfig
 from families import FAMILIES, load_family
 from families.mlperf import SD
 from preflight import checks
-from prepare import latents, shards
-from prepare import shapes as shapes
+from prepare import latents, shapes, shards
 from prepare.laion.config import LaionConfig
 from prepare.laion.config import check as check_way
 from sweeps.plan import as_word, read_sweep
@@ -44,6 +45,22 @@ SMALL = ["model.preset=tiny", "image_size=64", "global_batch_size=8", "device_tr
 SMALL += ["attention=auto", "cudnn_benchmark=false"]  # which want a GPU
 
 
+def read(words: list[str]) -> benchmark.RunConfig:
+    return load(benchmark.RunConfig, parse_command_line(words, benchmark.ALIASES), check=lambda config: [])
+
+
+@functools.cache
+def defaults() -> dict[str, Any]:
+    return flatten(benchmark.RunConfig())
+
+
+def keys_of(words: list[str]) -> dict[str, Any]:
+    """The keys of a command as they are written: `read` takes half a second."""
+    line = parse_command_line(words, benchmark.ALIASES)
+    parts = [OmegaConf.to_container(OmegaConf.load(line.yaml)), *({at.key: at.value} for at in line.assignments)]
+    return {**defaults(), **{key: value for part in parts for key, value in leaves(part)}}
+
+
 def commands(path: Path) -> list[list[str]]:
     """The commands of a file's header, as words after `benchmark.py`."""
     lines = [line for line in path.read_text().splitlines() if line.startswith("# ") and " benchmark.py " in line]
@@ -62,29 +79,27 @@ def films_beside(stage) -> Path:
 
 def resolve(words: list[str], stage) -> benchmark.RunConfig:
     """Read a command of `composer benchmark.py` as the program does; data and weights are swapped for the tests' own."""
-    command_line = parse_command_line(words, benchmark.ALIASES)
-    config = load(benchmark.RunConfig, command_line, check=lambda config: [])
-    kind = load_family(config.model.family, "tiny", config.model.variant).media
+    keys = keys_of(words)
+    family, variant = keys["model.family"], keys["model.variant"]
+    kind = load_family(family, "tiny", variant).media
     stage = stage if kind == "images" else films_beside(stage)
-    if not config.data.synthetic:
+    if not keys["data.synthetic"]:
         words = [*words, f"data.remote={stage}", "data.local=null", f"data.stage={kind}", "data.text=encoded"]
-    words = [*words, *SMALL, "model.weights=random", "model.denoiser=null"]
+    words = [*words, *SMALL, "model.weights=random", "model.denoiser=null", "cuda_graphs=false", "precision=null"]
     words += ["eval.every_images=8", "save.snapshot_every_images=8"]  # the batch is another one
-    words += ["cuda_graphs=false", "precision=null"]  # which may want a GPU
-    if config.validation.is_given:  # its files have to be there, and those of an evaluation
+    if keys["validation.remote"]:  # its files have to be there, and those of an evaluation
         words += [f"validation.remote={stage}", "validation.local=null", "validation.every_images=8"]
-    if config.eval.when == "in_training" or config.samples.is_given:
+    if keys["eval.when"] == "in_training" or keys["samples.every_images"]:
         prompts, statistics = Path(stage).with_name("prompts.tsv"), Path(stage).with_name("reference.npz")
         prompts.write_text("image_id\tid\tcaption\n1\t1\ta red square\n")
         statistics.touch()
         words += [f"eval.prompts={prompts}", f"eval.statistics={statistics}"]
-        words += [f"samples.prompts={prompts}", "samples.every_images=8"] if config.samples.is_given else []
-    if config.lora.is_given:  # which needs a base
-        base = Path(stage).with_name(f"{config.model.family}-base")
-        load_family(config.model.family, "tiny", config.model.variant).build_denoiser().save_pretrained(base)
+        words += [f"samples.prompts={prompts}", "samples.every_images=8"] if keys["samples.every_images"] else []
+    if keys["lora.rank"]:  # which needs a base
+        base = Path(stage).with_name(f"{family}-base")
+        load_family(family, "tiny", variant).build_denoiser().save_pretrained(base)
         words.append(f"model.denoiser={base}")
-    command_line = parse_command_line(words, benchmark.ALIASES)
-    return load(benchmark.RunConfig, command_line, check=benchmark.check)
+    return load(benchmark.RunConfig, parse_command_line(words, benchmark.ALIASES), check=benchmark.check)
 
 
 @pytest.fixture(autouse=True)
@@ -103,20 +118,12 @@ def test_every_run_resolves_and_passes_its_checks(path, stage, monkeypatch):
 def places(stage, tmp_path_factory) -> dict[str, Path]:
     """Small stages of each kind, and a tiny SD2 as an LDM checkpoint that they are made with."""
     folder = tmp_path_factory.mktemp("places")
-    made = {
-        "images": stage,
-        "weights": Path(write(whole_ldm_file(tiny_networks(seed=5)), folder / "512-base-ema.ckpt")),
-    }
+    weights = Path(write(whole_ldm_file(tiny_networks(seed=5)), folder / "512-base-ema.ckpt"))
+    made = {"images": stage, "weights": weights}
     for normalize, variant in (("unit", "mlperf"), ("symmetric", "stock")):  # the variant says how images are resized
         made[normalize] = folder / normalize
-        keys = [
-            "model.preset=tiny",
-            f"model.variant={variant}",
-            "image_size=64",
-            f"model.weights={made['weights']}",
-            f"normalize={normalize}",
-        ]
-        assert latents.main([str(stage), str(made[normalize]), *keys]) == 0
+        keys = ["model.preset=tiny", f"model.variant={variant}", "image_size=64", f"model.weights={weights}"]
+        assert latents.main([str(stage), str(made[normalize]), *keys, f"normalize={normalize}"]) == 0
     return made
 
 
@@ -125,17 +132,13 @@ def runs(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-QUICK = ("mlperf_256", "mlperf_384", "mosaicml", "finetune")  # the others have the same keys
+TRAINED = ("mlperf_256", "mosaicml", "finetune_sd2")
+"""Recipes of which each command takes steps; the others have the same keys, are trained whole by the demos (the miniature),
+in test_mlperf_flux.py (FLUX.1) or in test_lora_runs.py (fine-tuning of it and of SDXL)."""
 RECIPES = [
-    pytest.param(
-        words,
-        id=" ".join(words[:1] + words[2:]),
-        marks=[] if path.name.startswith(QUICK) and "data.stage=images" not in words else [pytest.mark.slow],
-    )
+    pytest.param(words, id=" ".join(words[:1] + words[2:]))
     for path in RUNS
-    # The demos run shapes.yaml and shapes_flow.yaml whole; FLUX.1 is trained in test_mlperf_flux.py, and fine-tuning of it
-    # and of SDXL in test_lora_runs.py.
-    if not any(word in path.name for word in ("synthetic", "shapes", "flux", "sdxl"))
+    if path.name.startswith(TRAINED)
     for words in commands(path)
 ]
 
@@ -148,22 +151,12 @@ def test_every_recipe_takes_two_steps(words, places, runs, monkeypatch):
     In the order of the files, so that MosaicML's second stage finds the first one's run.
     """
     monkeypatch.chdir(ROOT)
-    given = load(
-        benchmark.RunConfig,
-        parse_command_line(words, benchmark.ALIASES),
-        check=lambda config: [],
-    )
+    given = read(words)
     name = given.run_name.replace("NAME", f"{Path(words[0]).stem}-{given.data.stage}")
     remote = places["images"] if given.data.stage == "images" else places[given.data.normalize]
     own = [f"data.remote={remote}", f"model.weights={places['weights']}", f"run_folder={runs}", f"run_name={name}"]
-    own += [
-        "max_duration=2ba",
-        "eval.every_images=8",
-        "save.snapshot_every_images=8",
-        "data.workers=0",
-        "measure.warmup_batches=0",
-        "loggers.progress_bar=false",
-    ]
+    own += ["max_duration=2ba", "eval.every_images=8", "save.snapshot_every_images=8", "data.workers=0"]
+    own += ["measure.warmup_batches=0", "loggers.progress_bar=false"]
     if given.model.denoiser is not None:
         begins = runs / Path(given.model.denoiser).name
         own.append(f"model.denoiser={begins if begins.exists() else places['weights']}")
@@ -183,7 +176,7 @@ MLPERF = [path for path in RUNS if re.fullmatch(r"mlperf_\d+\.yaml", path.name)]
 @pytest.mark.parametrize("path", MLPERF, ids=lambda path: path.name)
 def test_the_mlperf_recipes_are_the_benchmark(path):
     """No constant but the free ones differs from the reference's; snapshots lie where the rules want them."""
-    config = load(benchmark.RunConfig, parse_command_line([str(path)], {}), check=lambda config: [])
+    config = read([str(path)])
     batch = config.global_batch_size
     assert path.name == f"mlperf_{batch}.yaml" and config.model.variant == "mlperf"
     assert SD.fixed_deviations(flatten(config)) == []
@@ -204,21 +197,19 @@ def test_there_is_a_recipe_for_every_global_batch_of_the_reference():
     assert {int(path.stem.removeprefix("mlperf_")) for path in MLPERF} == batches == {64, 256, 384, 512, 1024, 2048}
 
 
+OF_A_RUN = {"max_duration", "global_batch_size", "image_size", "seed", "model", "objective", "data", "optimizer"}
+OF_AN_EVALUATION = {"prompts", "guidance", "steps", "sampler", "weights", "statistics", "inception", "clip"}
+
+
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
-def test_every_run_names_what_it_depends_on(path):
+def test_every_run_names_what_it_depends_on_how_it_is_evaluated_and_its_target(path):
     """Complete for its run, no inheritance: whoever reads it need not know the defaults."""
     keys = OmegaConf.to_container(OmegaConf.load(path))
-    assert {
-        "max_duration",
-        "global_batch_size",
-        "image_size",
-        "seed",
-        "model",
-        "objective",
-        "data",
-        "optimizer",
-    } <= set(keys)
-    assert "defaults" not in keys and "${" not in path.read_text()
+    assert keys.keys() >= OF_A_RUN and "defaults" not in keys and "${" not in path.read_text()
+    assert keys["eval"]["when"] in ("after", "in_training", "off")
+    of_motion = path.name == "shapes_moving.yaml"  # whose measure is read off its videos afterwards
+    assert of_motion or set(keys["target"]) in ({"fid", "clip"}, {"val_loss"})
+    assert keys["eval"]["when"] == "off" or keys["eval"].keys() >= OF_AN_EVALUATION
 
 
 @pytest.mark.parametrize("path", [*RUNS, *LADDERS, *SWEEPS, *WAYS], ids=lambda path: path.name)
@@ -226,9 +217,8 @@ def test_every_header_is_a_contract(path):
     head = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert [word for word in HEADER if not any(line.startswith(word) for line in head)] == []
     command = next(line for line in head if line.startswith("# Command: "))
-    assert path.name in command or re.search(
-        r"make (demo|controls|study|gpu-ladder|gpu-evaluation|gpu-families)", command
-    )
+    make = r"make (demo|controls|study|gpu-ladder|gpu-evaluation|gpu-families)"
+    assert path.name in command or re.search(make, command)
     assert path in LADDERS or path in SWEEPS or path in WAYS or path.name.startswith("shapes") or commands(path)
 
 
@@ -244,8 +234,8 @@ def test_every_rung_of_a_ladder_resolves(path, stage, monkeypatch):
     monkeypatch.setattr(low_memory_adamw, "torchao_problem", lambda: None)  # it is beside the environment
     ladder = read_ladder(str(path))
     assert len({rung.name for rung in ladder.rungs}) == len(ladder.rungs)
-    for rung in ladder.rungs:
-        config = resolve([rung.yaml, *rung.keys], stage)
+    for words in {tuple(word for word in (rung.yaml, *rung.keys) if word[:5] != "seed=") for rung in ladder.rungs}:
+        config = resolve([*words], stage)
         assert config.data.synthetic == (config.model.family != "shapes")  # the miniature's ladder is about quality
 
 
@@ -254,14 +244,17 @@ def test_every_point_of_a_sweep_resolves_and_its_batch_divides_into_ranks_and_pa
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(low_memory_adamw, "torchao_problem", lambda: None)  # it is beside the environment
     sweep = read_sweep([f"yamls/sweeps/{path.name}"])
-    first = sweep.axes.get("seed", [None])[0]
-    for values in (values for values in sweep.points.values() if values.get("seed") == first):
-        words = [sweep.command.yaml, *sweep.keys, *(f"{key}={as_word(value)}" for key, value in values.items())]
-        config = load(benchmark.RunConfig, parse_command_line(words, {}), check=lambda config: [])
-        passes = config.device_train_microbatch_size or 1
-        assert config.global_batch_size % (sweep.command.ranks * passes) == 0, values
-        small = [word for word in words if not word.startswith("compile=")]  # a check of it looks for a compiler
-        assert resolve(small, stage).model.family == config.model.family
+    seen = {f"seed={seed}" for seed in sweep.axes.get("seed", [])[1:]}
+    for values in sweep.points.values():
+        own = [f"{key}={as_word(value)}" for key, value in values.items()]
+        words = [sweep.command.yaml, *sweep.keys, *own]
+        keys = keys_of(words)
+        passes = keys["device_train_microbatch_size"] or 1
+        assert keys["global_batch_size"] % (sweep.command.ranks * passes) == 0, values
+        if not seen.issuperset(own):  # each value once
+            seen.update(own)
+            small = [word for word in words if not word.startswith("compile=")]  # a check of it looks for a compiler
+            assert resolve(small, stage).model.family == keys["model.family"]
 
 
 VIDEO = tuple(path.name for path in RUNS if re.match("mochi|hunyuan|wan", path.name))
@@ -282,15 +275,3 @@ def test_recipes_for_gpus_have_the_keys_of_speed_of_the_ladders_top_rung():
             assert {key: has.get(key) for key in wanted} == wanted, path.name
             assert "predicted, not measured" in text or "1.57 x eager there, on one H200" in text, path.name
             assert "attention" not in has, path.name
-
-
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
-def test_every_run_says_how_it_is_evaluated_and_what_its_target_is(path):
-    content = OmegaConf.to_container(OmegaConf.load(path))
-    assert content["eval"]["when"] in ("after", "in_training", "off")
-    of_motion = path.name == "shapes_moving.yaml"  # whose measure is read off its videos afterwards
-    assert of_motion or set(content["target"]) in ({"fid", "clip"}, {"val_loss"})
-    if content["eval"]["when"] != "off":
-        assert {"prompts", "guidance", "steps", "sampler", "weights", "statistics", "inception", "clip"} <= set(
-            content["eval"]
-        )
