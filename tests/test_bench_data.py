@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import statistics
-import subprocess
-import sys
 from collections import Counter
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
 from bench import command, data, ema, store
 
-CPU = torch.device("cpu")
 FEW = data.DataBenchConfig(num_samples=256, num_images=64)
 
 
@@ -26,11 +19,8 @@ FEW = data.DataBenchConfig(num_samples=256, num_images=64)
 
 def test_contestants_alternate_and_each_round_begins_with_another_one():
     order: list[str] = []
-
-    def turn(name: str):
-        return lambda: order.append(name) or len(order)
-
-    values = command.take_turns({name: turn(name) for name in "abc"}, 3)
+    turns = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
+    values = command.take_turns(turns, 3)
     assert "".join(order) == "cab" + "abc" + "bca" + "cab"
     assert values == {"a": [4, 9, 11], "b": [5, 7, 12], "c": [6, 8, 10]}  # the first three were for warming up
 
@@ -41,34 +31,16 @@ def test_samples_count_from_the_arrival_of_the_first_batch(monkeypatch):
     assert data.samples_per_sec({"moments": torch.zeros(size)} for size in (100, 8, 4)) == (8 + 4) / (9.0 - 5.0)
 
 
-BURN = "import subprocess, sys, time\nwhile time.process_time() < {}: pass\n"
-
-
-def test_processor_time_is_that_of_the_loader_processes(monkeypatch):
-    worker = BURN.format(0.3) + "print(flush=True); time.sleep(60)"
-    trainer = BURN.format(0.5) + f"subprocess.run([sys.executable, '-c', {worker!r}])"
-    with subprocess.Popen([sys.executable, "-c", trainer], stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout.readline()
-        monkeypatch.setattr(data, "psutil", SimpleNamespace(Process=lambda: psutil.Process(process.pid)))
-        took_sec = data.workers_sec()
-        os.killpg(process.pid, signal.SIGKILL)
-    assert took_sec == pytest.approx(0.3, abs=0.05)
-
-
 # --- the same work ---
 
 
-def test_the_unet_has_the_tensors_of_sd2_and_about_as_many_parameters_as_asked():
-    sizes = [p.numel() for p in ema.narrow_unet(16_000_000, CPU).parameters()]
-    assert len(sizes) == 686 and 15_000_000 < sum(sizes) < 17_000_000
-
-
-def test_every_update_moves_its_own_average_only():
+def test_every_update_of_sd2s_tensors_moves_its_own_average_only():
     """After an update the weights are as they were: five contestants share them."""
-    model = ema.narrow_unet(100_000, CPU)
+    model = ema.narrow_unet(100_000, torch.device("cpu"))
     before = [p.detach().clone() for p in model.parameters()]
     for update in ema.updates(model).values():
         update()
+    assert len(before) == 686
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -89,9 +61,9 @@ def test_all_loaders_of_images_deliver_the_same_images(tmp_path):
     for ours, plain in zip(found["ours"], found["plain"], strict=True):
         assert ours["images"].shape == (16, 3, 512, 512) and ours["images"].dtype == torch.uint8
         assert torch.equal(ours["images"], plain["images"]) and torch.equal(ours["tokens"], plain["tokens"])
-    means = [sorted(float(image.mean()) for image in batch["images"].float()) for batch in found["ours"]]
+    means = [float(image.mean()) for batch in found["ours"] for image in batch["images"].float()]
     theirs = [float(image.mean()) * 255 for batch in found["webdataset"] for image in batch["images"]]
-    assert sorted(theirs) == pytest.approx(sorted(sum(means, [])), abs=0.5)
+    assert sorted(theirs) == pytest.approx(sorted(means), abs=0.5)
 
 
 # --- the commands ---
@@ -99,32 +71,22 @@ def test_all_loaders_of_images_deliver_the_same_images(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300, func_only=True)
-def test_the_record_has_every_part_and_its_ratios_are_those_of_its_rounds(tmp_path, capsys):
+def test_the_records_have_every_part_and_their_ratios_are_those_of_their_rounds(tmp_path, capsys):
     results, work = tmp_path / "new" / "data.json", tmp_path / "work"
     work.mkdir()
     assert data.main(["num_samples=256", "num_images=64", "rounds=2", f"results={results}", f"work={work}"]) == 0
     record, printed = json.loads(results.read_text()), capsys.readouterr().out
     assert list(work.iterdir()) == [] and record["measured"] == "data" and record["config"]["num_samples"] == 256
-    contestants = {
-        "moments": ("ours", "plain", "webdataset"),
-        "images": ("ours", "plain", "webdataset"),
-        "streams": ("one", "two"),
-    }
-    for part, (first, *others) in contestants.items():
+    readers = ("ours", "plain", "webdataset")
+    for part, (first, *others) in {"moments": readers, "images": readers, "streams": ("one", "two")}.items():
         for other in others:
             pairs = (record["by_round"][f"{part}_{who}_samples_per_sec"] for who in (first, other))
             ratios, key = [a / b for a, b in zip(*pairs, strict=True)], f"{part}_{first}_over_{other}"
             assert len(ratios) == 2 and record[key] == pytest.approx(statistics.median(ratios), rel=1e-4)
             assert f"\n{key}: " in printed and f"{part}_{other}_cpu_us_a_sample_min" in record
-
-
-@pytest.mark.slow
-def test_the_record_of_the_ema_has_every_contestant(tmp_path, capsys):
     assert ema.main(["num_parameters=100000", "rounds=2", f"results={tmp_path}/ema.json"]) == 0
     record = json.loads((tmp_path / "ema.json").read_text())
     assert {"speedup_vs_composer", "speedup_vs_diffusers", "speedup_vs_flat"} <= record.keys()
-    for key, values in record["by_round"].items():
-        assert record[key] == pytest.approx(statistics.median(values), rel=1e-5) and len(values) == 2
 
 
 @pytest.mark.parametrize(
@@ -132,7 +94,6 @@ def test_the_record_of_the_ema_has_every_contestant(tmp_path, capsys):
     [
         (data, "parts=ema,speed", "parts: unknown 'ema', 'speed'. Known: moments, images, streams."),
         (data, "num_samples=127", "command line: num_samples is 127. Possible: 256 and up."),
-        (ema, "round=3", "command line: unknown key 'round'. Did you mean 'rounds'?"),
         (ema, "results=/tmp", "results: /tmp is a folder. Give a file in it."),
         (data, "work=/nowhere", "work: no folder /nowhere. Make it, or leave it out."),
         (store, "address=/tmp/stage", "/tmp/stage is no address of an S3 store. Write address=s3://BUCKET/PREFIX."),

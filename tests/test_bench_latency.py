@@ -47,6 +47,15 @@ def test_the_images_in_fp32_are_those_of_the_pipeline_and_every_figure_is_there(
     assert made["eager_speedup_vs_pipeline"] == pytest.approx(statistics.median(ratios), rel=1e-5)
 
 
+def test_in_bf16_the_pipelines_weights_are_cast_and_its_images_nearly_the_same(monkeypatch):
+    types, make = [], latency.theirs
+    monkeypatch.setattr(
+        latency, "theirs", lambda model, case: (make(model, case), types.append(next(model.parameters()).dtype))[0]
+    )
+    made = Contest(case(precision="bf16", steps=2, guidance=2.0), ["eager"]).measure()
+    assert types == [torch.bfloat16] and 0 < made["eager_max_abs_difference"] < 0.1
+
+
 @pytest.mark.parametrize("variant", ["sdxl", "flux"])
 def test_the_pipeline_computes_in_fp16_with_encoders_that_ours_has_in_float32(variant):
     of_fp16 = case(variant=variant, precision="fp16", sampler="euler", steps=2, batch_size=1)
@@ -54,41 +63,14 @@ def test_the_pipeline_computes_in_fp16_with_encoders_that_ours_has_in_float32(va
     assert images.shape == (1, 3, 64, 64) and torch.isfinite(images).all() and images.std() > 0.05
 
 
-def test_contestants_share_their_weights_but_no_module(monkeypatch):
-    models = {}
-    monkeypatch.setattr(latency, "ours", lambda model, case, way: models.update(ours=model))
-    monkeypatch.setattr(latency, "theirs", lambda model, case: models.update(theirs=model))
-    Contest(CASE, ["eager"])._build()
-    ours, pipelines = models["ours"], models["theirs"]
-    assert ours.denoiser is not pipelines.denoiser and ours.denoiser.conv_in is not pipelines.denoiser.conv_in
-    assert all(a is b for a, b in zip(ours.parameters(), pipelines.parameters(), strict=True))
-
-
-def test_in_bf16_the_pipelines_weights_are_cast_and_its_images_nearly_the_same(monkeypatch):
-    types = {}
-
-    def noted(name, make):
-        def noting(model, *given):
-            made = make(model, *given)
-            types[name] = next(model.parameters()).dtype
-            return made
-
-        monkeypatch.setattr(latency, name, noting)
-
-    noted("ours", latency.ours)
-    noted("theirs", latency.theirs)
-    made = Contest(case(precision="bf16", steps=2, guidance=2.0), ["eager"]).measure()
-    assert types == {"ours": torch.float32, "theirs": torch.bfloat16}
-    assert 0 < made["eager_max_abs_difference"] < 0.1
-
-
 def test_a_contestant_that_runs_out_of_memory_in_any_turn_is_a_row_and_the_others_continue(monkeypatch):
+    plain = latency.ours
+
     def greedy(model, case, way):
         calls, size = iter(range(10)), {"whole": 0, "blocks": 2}.get(way, 10)
         small = plain(model, case, "eager")
         return lambda: torch.empty(2**52) if next(calls) >= size else small()
 
-    plain = latency.ours
     monkeypatch.setattr(latency, "ours", greedy)
     monkeypatch.setattr(latency, "way_problem", lambda way, precision: None)
     made, lost = Contest(case(steps=2), ["eager", "whole", "blocks"]).measure(), "out_of_memory"
@@ -116,9 +98,7 @@ def test_a_contestant_that_fails_is_named_and_the_command_s_code_is_1(monkeypatc
 def test_a_contest_that_this_machine_cannot_run_is_skipped_with_its_reason():
     made = Contest(case(steps=2), ["cuda_graphs"]).measure()
     assert made["status"] == {"pipeline": "ok", "cuda_graphs": "skipped"}
-    assert report.skip_reasons([made]) == [
-        "cuda_graphs: true needs a GPU. Leave it out on a CPU.",
-    ]
+    assert report.skip_reasons([made]) == ["cuda_graphs: true needs a GPU. Leave it out on a CPU."]
     assert report.skip_reasons([Contest(case(precision="fp16"), ["eager"]).measure()]) == ["fp16: needs a GPU."]
 
 
@@ -126,19 +106,13 @@ def test_a_contest_that_this_machine_cannot_run_is_skipped_with_its_reason():
 
 
 def test_other_samplers_are_measured_in_the_first_batch_of_the_first_possible_precision(monkeypatch):
-    def cases(**keys) -> list[LatencyCase]:
-        return list(latency.cases_of(latency.LatencyConfig(**keys)))
-
     monkeypatch.setattr(latency.torch.cuda, "is_available", lambda: False)
-    keys = dict(variants="sd15", samplers="plms,euler", batches=(1, 4), precisions="fp16,bf16,fp32")
-    plms = [(precision, "plms", batch) for precision in ("fp16", "bf16", "fp32") for batch in (1, 4)]
-    found = [(each.precision, each.sampler, each.batch_size) for each in cases(**keys)]
-    assert found == [*plms[:4], ("bf16", "euler", 1), *plms[4:]]
-    assert {(each.preset, each.image_size) for each in cases(**keys)} == {("tiny", 64)}
-    flow = cases(variants="sdxl,flux", samplers="plms,ddim", batches=(1,), precisions="fp32")
-    assert [(each.variant, each.sampler) for each in flow] == [("sdxl", "plms"), ("sdxl", "ddim"), ("flux", "euler")]
-    monkeypatch.setattr(latency.torch.cuda, "is_available", lambda: True)
-    assert {(each.preset, each.image_size) for each in cases(**keys)} == {("full", 512)}
+    keys = dict(variants="sd15,flux", samplers="plms,ddim", batches=(1, 4), precisions="fp16,bf16")
+    cases = latency.cases_of(latency.LatencyConfig(**keys))
+    found = [(each.variant, each.precision, each.sampler, each.batch_size) for each in cases]
+    plms = [("sd15", precision, "plms", batch) for precision in ("fp16", "bf16") for batch in (1, 4)]
+    flow = [("flux", precision, "euler", batch) for precision in ("fp16", "bf16") for batch in (1, 4)]
+    assert found == [*plms, ("sd15", "bf16", "ddim", 1), *flow]
 
 
 def test_a_killed_command_continues_where_its_record_ends(monkeypatch, tmp_path, capsys):
@@ -146,27 +120,23 @@ def test_a_killed_command_continues_where_its_record_ends(monkeypatch, tmp_path,
     words = [*FEW, "batches=[1,2,3]", f"results={path}"]
     place = {"schema": 1, "device": "x", "commit": "abc", "torch_version": "y"}
     monkeypatch.setattr(latency, "head", lambda: dict(place))
-    measured = []
+    measured, status = [], {"pipeline": "failed", "eager": "skipped"}
 
     def measure(contest: Contest) -> dict:
         if len(measured) == 2:
             raise KeyboardInterrupt
         measured.append(contest.case.batch_size)
-        status = {"pipeline": "failed" if measured == [1] else "skipped", "eager": "skipped"}
-        reasons = {"pipeline": "x", "eager": "y"}
-        return {**vars(contest.case), "load_average_before": 0.0, "status": status, "reasons": reasons}
+        own = {"pipeline": "skipped"} if len(measured) > 1 else {}
+        return {**vars(contest.case), "load_average_before": 0.0, "status": status | own, "reasons": dict(status)}
 
     monkeypatch.setattr(Contest, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
         latency.main(words)
     assert [each["batch_size"] for each in json.loads(path.read_text())["contests"]] == [1, 2] == measured
-    measured[:] = [0]  # the next one that ends is a whole one
-    with pytest.raises(KeyboardInterrupt):
-        latency.main(words)
-    measured[:] = [0]
-    assert latency.main(words) == 0
-    assert measured == [0, 3]  # 1 had failed, and was measured again by the call before
-    assert "stock, plms, fp32, batch 1: has a record of this commit" in capsys.readouterr().err
+    measured.clear()
+    assert latency.main(words) == 1
+    assert measured == [1, 3]  # 1 had failed, and is measured again
+    assert "stock, plms, fp32, batch 2: has a record of this commit" in capsys.readouterr().err
     for changed in ({"commit": "abd"}, {"device": "z"}, {"commit": "abc+changes"}, {"commit": None}):
         monkeypatch.setattr(latency, "head", lambda changed=changed: place | changed)
         assert latency.begun_record(latency.LatencyConfig(results=str(path)))["contests"] == []
@@ -178,27 +148,17 @@ def test_a_killed_command_continues_where_its_record_ends(monkeypatch, tmp_path,
 # --- what shows a record ---
 
 
-@pytest.fixture
-def record() -> dict:
-    return json.loads((ROOT / LATENCY_CPU).read_text())
-
-
-def test_the_csv_file_has_a_row_for_each_contestant_that_ran(record, tmp_path):
+def test_the_csv_file_the_page_and_the_note_over_several_contests_are_those_of_the_record(tmp_path):
+    record = json.loads((ROOT / LATENCY_CPU).read_text())
     assert report.main([str(ROOT / LATENCY_CPU), f"{tmp_path}/out.csv"]) == 0
     head, *rows = csv.reader((tmp_path / "out.csv").read_text().splitlines())
     assert head == [*report.SIZE_KEYS, *report.LATENCY_HEAD]
     assert len(rows) == sum(status == "ok" for contest in record["contests"] for status in contest["status"].values())
     assert rows[0][:8] == ["tiny", "64", "50", "SD2", "plms", "fp32", "1", "diffusers' pipeline"]
-
-
-def test_the_seconds_on_the_page_are_those_of_the_record(record):
     contest = next(contest for contest in record["contests"] if "whole_sec" in contest)
     pipeline, eager, whole = (f"{contest[f'{name}_sec']:.3f} s" for name in ("pipeline", "eager", "whole"))
     page = (ROOT / "docs/speed.md").read_text()
     assert f"{pipeline} in the pipeline, {eager} here, and {whole} with `compile=whole`" in page
-
-
-def test_the_note_over_several_contests_is_their_median(record):
     speeds = [c["eager_speedup_vs_pipeline"] for c in record["contests"] if c["preset"] == "tiny" and "eager_sec" in c]
     [tiny, full] = report.contest_groups(record)
     text = f"{statistics.median(speeds):.2f} times as fast as the pipeline ({min(speeds):.2f} to {max(speeds):.2f})."

@@ -55,14 +55,6 @@ def test_the_others_leave_within_seconds_and_name_the_rank_that_failed(failing):
     assert f"rank {failing} has stopped: data: s3://b/x.mds is away" in output[1 - failing]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240, func_only=True)
-def test_composers_launcher_returns_the_code_of_a_later_rank(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    done = run("composer", "-n", "2", str(tmp_path / "program.py"), "1")
-    assert done.returncode == 2, done.stdout + done.stderr
-
-
 # The rank that ends does so while the other waits in a collective; both note SIGTERM, as a run that saves checkpoints does.
 NOTING = """
 import os, signal, sys, time, torch.distributed as dist
@@ -78,19 +70,19 @@ with collectives.note_signals():
             raise RuntimeError("no memory")
         dist.barrier()
     except RuntimeError as error:
-        collectives.abort_all_ranks(str(error).splitlines()[0])
-        sys.exit(1)
+        collectives.abort_all_ranks(str(error).splitlines()[0], code=2)
+        sys.exit(2)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
 @pytest.mark.parametrize(("rank", "how"), [(0, "killed"), (1, "failed")])
-def test_no_rank_waits_for_one_that_has_left(rank, how, tmp_path):
+def test_no_rank_waits_for_one_that_has_left_and_composers_launcher_returns_its_code(rank, how, tmp_path):
     """The launcher's SIGTERM came while it was only noted: the rank would wait half a minute, and then be killed."""
     (tmp_path / "program.py").write_text(NOTING)
     done = run("composer", "-n", "2", str(tmp_path / "program.py"), str(rank), how)
-    assert done.returncode == (247 if how == "killed" else 1), done.stdout + done.stderr
+    assert done.returncode == (247 if how == "killed" else 2), done.stdout + done.stderr
     assert "terminating with SIGKILL instead" not in done.stderr
 
 

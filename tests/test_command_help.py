@@ -74,10 +74,9 @@ def test_what_is_read_from_the_source_is_what_the_module_has(module):
     if static is None:
         return
     schema = getattr(importlib.import_module(module), static.__name__)
-    assert list(keys_and_sections(static)) == list(keys_and_sections(schema))
-    assert {key: str(hint) for key, hint in schema_keys(static).items()} == {
-        key: str(hint) for key, hint in schema_keys(schema).items()
-    }
+    assert keys_and_sections(static) == keys_and_sections(schema)
+    hints, expected = ({key: str(hint) for key, hint in schema_keys(of).items()} for of in (static, schema))
+    assert hints == expected
 
 
 def keys_and_sections(schema: type) -> list[tuple[str, ...]]:
@@ -95,12 +94,11 @@ def test_the_aliases_are_read_from_the_source_too():
 
 
 @pytest.mark.timeout(60, func_only=True)
-@pytest.mark.parametrize("command", [["benchmark.py"], ["eval.py", "runs/x"]])
-def test_what_cannot_be_read_is_refused_before_the_imports_and_alone(command):
+def test_what_cannot_be_read_is_refused_before_the_imports_and_alone():
     words = ["optimizer.lrr=3", "seed=many", "data.workers=9999", "--resolution", "512", "learning_rate=1e-4"]
-    answers, errors = call([*command, *words])
-    assert answers == [(2, "", [])]
-    assert errors.splitlines() == [
+    answers, errors = call(["benchmark.py", *words], ["eval.py", "runs/x", *words])
+    assert answers == [(2, "", [])] * 2
+    assert errors.splitlines() == 2 * [
         "command line: unknown flag '--resolution'. Use image_size=PIXELS.",
         "command line: unknown key 'learning_rate'. Use optimizer.lr=VALUE.",
         "command line: unknown key 'optimizer.lrr'. Did you mean 'optimizer.lr'?",
@@ -110,34 +108,21 @@ def test_what_cannot_be_read_is_refused_before_the_imports_and_alone(command):
 
 
 def test_help_shows_a_section_or_a_key_and_lists_the_sections(capsys):
-    path = ROOT / "benchmark.py"
-    assert print_help(path, ["--help", "lora"]) == 0
-    assert [line for line in capsys.readouterr().out.splitlines() if line[2] != " "] == [
-        "  lora.rank=null   (1 to 4,096, null)",
-        "  lora.alpha=null   (above 0, null)",
-        "  lora.targets=null   (a list, null)",
-    ]
-    assert print_help(path, ["--help", "optimizer.lr"]) == 0
-    assert capsys.readouterr().out.startswith(
-        "  optimizer.lr=null   (above 0, null)\n      Learning rate after warm-up"
-    )
-    assert print_help(path, ["--help", "optimiser"]) == 2
-    assert capsys.readouterr().err == f"command line: no section or key 'optimiser'. Sections: {SECTIONS}.\n"
-    assert print_help(path, ["yamls/shapes.yaml", "-h"]) == 0
-    shown = capsys.readouterr().out.splitlines()
+    def help_of(*words: str, code: int | None = 0) -> str:
+        assert print_help(ROOT / "benchmark.py", [*words]) == code
+        return "".join(capsys.readouterr())
+
+    keys = [line.strip() for line in help_of("--help", "lora").splitlines() if line[2] != " "]
+    of_lora = ("rank=null   (1 to 4,096, null)", "alpha=null   (above 0, null)", "targets=null   (a list, null)")
+    assert keys == [f"lora.{key}" for key in of_lora]
+    text = "  optimizer.lr=null   (above 0, null)\n      Learning rate after warm-up"
+    assert help_of("--help", "optimizer.lr").startswith(text)
+    text = f"command line: no section or key 'optimiser'. Sections: {SECTIONS}.\n"
+    assert help_of("--help", "optimiser", code=2) == text
+    shown = help_of("yamls/shapes.yaml", "-h").splitlines()
     assert "  seed=17   (0 to 4,294,967,295)" in shown
     assert shown[-1] == f"Sections (--help SECTION lists their keys): {SECTIONS}."
-    assert print_help(path, ["max_duration=1ba"]) is None
-
-
-def test_help_of_eval_has_its_own_keys_and_no_other(capsys):
-    assert print_help(ROOT / "eval.py", []) == 2
-    shown = [
-        line.partition("=")[0] for line in capsys.readouterr().out.splitlines() if line[:3].strip() and "=" in line
-    ]
-    assert shown[-6:] == [
-        f"  {key}" for key in ("snapshots", "from_images", "out", "images", "prompts", "images_per_prompt")
-    ]
+    assert help_of("max_duration=1ba", code=None) == ""
 
 
 def test_the_advice_about_other_trainers_names_keys_that_exist():

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from conftest import ROOT
 from PIL import Image
@@ -36,8 +35,7 @@ def made_record(*runs: dict[str, Any]) -> dict[str, Any]:
         "torch_version": "2",
         "commit": "a" * 40,
     }
-    axes = ["optimizer.lr", "seed", "precision"]
-    return {**head, "axes": axes, "of_points": ["precision"], "runs": list(runs)}
+    return {**head, "axes": ["optimizer.lr", "seed", "precision"], "of_points": ["precision"], "runs": list(runs)}
 
 
 @pytest.fixture
@@ -52,9 +50,8 @@ def test_a_row_has_the_means_over_the_seeds_and_how_far_each_is_from_the_first_p
     table = study.table_of(record)
     assert table.head[:4] == ("lr", "precision", "runs", "validation loss") and len(table.align) == len(table.head)
     rows = {row[:2]: row for row in table.rows}
-    assert rows["0.1", "fp32"] == (
-        *("0.1", "fp32", "2", "0.4500 (0.4000 to 0.5000)", "45.0 (40.0 to 50.0)", "0.550 (0.500 to 0.600)", "-"),
-    )
+    assert rows["0.1", "fp32"][2:4] == ("2", "0.4500 (0.4000 to 0.5000)")
+    assert rows["0.1", "fp32"][4:] == ("45.0 (40.0 to 50.0)", "0.550 (0.500 to 0.600)", "-")
     assert rows["0.1", "bf16"][-1] == "+20.00 % (+10.00 to +30.00)"
     assert rows["0.2", "bf16"][-1] == "+0.00 % (+0.00 to +0.00)"
 
@@ -79,13 +76,6 @@ def test_without_points_nothing_is_compared_and_without_quality_the_speed_is_sho
         run["images_per_sec_per_device"] = 12.5
     table = study.table_of(record)
     assert table.head == ("lr", "precision", "runs", "images/s a device") and table.rows[0][-1].startswith("12.5")
-
-
-def test_bands_are_means_and_extremes_as_far_as_all_seeds_came():
-    short = np.array([32.0, 64.0]), np.array([1.0, 3.0])
-    long = np.array([32.0, 64.0, 96.0]), np.array([3.0, 5.0, 7.0])
-    band = study.bands_of({"a": [long, short]})["a"]
-    assert band.tolist() == [[32, 64], [2, 4], [1, 3], [3, 5]]
 
 
 @pytest.mark.parametrize("of_points", [("precision",), ()])
@@ -129,35 +119,26 @@ def test_ten_seeds_are_one_result_as_the_page_says():
     assert f"result: {minutes} minutes, open division" in said
 
 
-STUDY = ROOT / "reports/results/shapes_precision.json"
-LOW, HIGH = 0.0001, 0.003
-
-
-def over_float32(rate: float, **values: str) -> list[float]:
-    """How far a way's validation loss is above float32's with the same seed, in percent, seed by seed."""
-    record = json.loads(STUDY.read_text())
-    found = []
-    for run in record["runs"]:
-        own = {key: run["values"][key] for key in record["of_points"] if key in run["values"]}
-        if run["values"]["optimizer.lr"] == rate and own == {key.replace("_", ".", 1): v for key, v in values.items()}:
-            found.append(100.0 * (run["val_loss"] / study.first_of(record, run)["val_loss"] - 1.0))
-    assert len(found) == 3
-    return found
-
-
 def test_the_study_is_whole_and_has_the_figures_of_the_docs():
-    record = json.loads(STUDY.read_text())
+    record = json.loads((ROOT / "reports/results/shapes_precision.json").read_text())
     assert [run["status"] for run in record["runs"]] == ["ok"] * 30
     assert len({run["commit"] for run in record["runs"]}) == 1
+
+    def over_float32(rate: float, **values: str) -> list[float]:
+        """How far a way's validation loss is above float32's with the same seed, in percent, seed by seed."""
+        found = []
+        for run in record["runs"]:
+            own = {key: run["values"][key] for key in record["of_points"] if key in run["values"]}
+            if (run["values"]["optimizer.lr"], own) == (
+                rate,
+                {key.replace("_", ".", 1): v for key, v in values.items()},
+            ):
+                found.append(100.0 * (run["val_loss"] / study.first_of(record, run)["val_loss"] - 1.0))
+        assert len(found) == 3
+        return found
+
     small = {"precision": "bf16_params", "optimizer_states": "bf16"}
-    plain, stochastic = ({**small, "optimizer_rounding": how} for how in ("nearest", "stochastic"))
-    autocast, codes = {"precision": "bf16"}, {"precision": "fp32", "optimizer_states": "8bit"}
-    behind = over_float32(LOW, **plain)
+    behind = over_float32(0.0001, **small, optimizer_rounding="nearest")
     page = (ROOT / "docs/speed.md").read_text()
     assert min(behind) > 7 and f"end {sum(behind) / 3:.1f} % above float32's validation loss" in page
-    for way in (stochastic, autocast, codes):
-        assert max(map(abs, over_float32(LOW, **way))) < 0.1
-    for way in (plain, stochastic, autocast, codes):
-        found = over_float32(HIGH, **way)
-        assert max(map(abs, found)) < 2 and (way == autocast or min(found) < 0 < max(found)), way
-    assert all(-1 < value < 0 for value in over_float32(HIGH, **autocast))
+    assert max(map(abs, over_float32(0.0001, **small, optimizer_rounding="stochastic"))) < 0.1

@@ -74,9 +74,8 @@ def test_the_digest_is_of_the_projects_files_without_its_tests(tmp_path, monkeyp
 def test_another_index_of_the_data_is_named(beside):
     beside(**{"data.remote": "an index.json of sha256 ffffffffffff"})
     stage = SimpleNamespace(index_sha256="0123456789abcdef")
-    with pytest.raises(
-        ConfigError, match="^data.remote: an index.json of sha256 0123456789ab on rank 0 .a., an index.json"
-    ):
+    text = "^data.remote: an index.json of sha256 0123456789ab on rank 0 .a., an index.json"
+    with pytest.raises(ConfigError, match=text):
         verify_ranks.check_index_digests(index_digests([("data", None)], [stage], None))
 
 

@@ -29,10 +29,8 @@ def three(monkeypatch):
 
 def test_the_rank_that_is_behind_or_was_first_at_a_place_is_named_with_its_machine(three):
     late = replace(BEAT, marks=39, event="before forward", sec=31.0)
-    assert describe_stall({**three, 2: late}, 30.5) == (
-        "no progress for 31 s: rank 2 (b) is behind, at batch 7, train (before forward) for 31 s; others: batch 7, train "
-        "(before backward) for 30 s"
-    )
+    text = "no progress for 31 s: rank 2 (b) is behind, at batch 7, train (before forward) for 31 s; others: batch 7, "
+    assert describe_stall({**three, 2: late}, 30.5) == f"{text}train (before backward) for 30 s"
     assert describe_stall({**three, 2: late}, 31.5) is None
     text = "no progress for 32 s: all ranks are at batch 7, train (before backward) for 30 s, rank 1 (a) first"
     assert describe_stall({**three, 1: replace(BEAT, sec=32.0)}, 10) == text
@@ -117,22 +115,22 @@ def test_phases_are_those_of_the_clocks_and_only_some_may_be_long(tmp_path):
     heartbeat = Heartbeat(watch, tmp_path, lambda: clock[0])
     state = State(model=torch.nn.Linear(1, 1), rank_zero_seed=0, run_name="x", device=DeviceCPU())
 
-    def beat(event: Event, on: str) -> tuple[str, bool]:
+    assert watch.progress.beat(0).may_take_long and watch.progress.beat(0).phase == "start"
+    for event, on, phase, may_be_long in (
+        (Event.FIT_START, "other", "between batches", True),
+        (Event.BEFORE_FORWARD, "train", "train", True),  # the first step compiles
+        (Event.BATCH_END, "other", "between batches", False),
+        (Event.BATCH_CHECKPOINT, "other", "checkpoint", True),
+        (Event.BATCH_CHECKPOINT, "eval", "evaluation", True),
+        (Event.BEFORE_DATALOADER, "data_wait", "waiting for data", False),
+        (Event.BEFORE_FORWARD, "train", "train", False),
+        (Event.FIT_END, "other", "checkpoint", True),
+    ):
         clock[0] = on
         heartbeat.run_event(event, state, None)
-        result = watch.progress.beat(0)
-        return result.phase, result.may_take_long
-
-    assert watch.progress.beat(0).may_take_long and watch.progress.beat(0).phase == "start"
-    assert beat(Event.FIT_START, "other") == ("between batches", True)
-    assert beat(Event.BEFORE_FORWARD, "train") == ("train", True), "the first step compiles"
-    assert beat(Event.BATCH_END, "other") == ("between batches", False)
-    assert beat(Event.BATCH_CHECKPOINT, "other") == ("checkpoint", True)
-    assert beat(Event.BATCH_CHECKPOINT, "eval") == ("evaluation", True)
-    assert beat(Event.BEFORE_DATALOADER, "data_wait") == ("waiting for data", False)
-    assert beat(Event.BEFORE_FORWARD, "train") == ("train", False)
-    assert watch.progress.marks == 7
-    assert beat(Event.FIT_END, "other") == ("checkpoint", True) and watch.progress.is_over
+        beat = watch.progress.beat(0)
+        assert (beat.phase, beat.may_take_long) == (phase, may_be_long), event
+    assert watch.progress.marks == 8 and watch.progress.is_over
     heartbeat.close(state, None)
     assert watch.progress.beat(0).phase == "end"
     collectives.stop_watchdogs()

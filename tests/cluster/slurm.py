@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = Path(__file__).with_name("slurm_two_nodes.sh")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "mungekey", "ip", "nsenter", "unshare", "setsid")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 COMMAND_SEC = 240
+SETTINGS = {"CRED_EXPIRE": "10", "KILLWAIT": "30", "SLURMD_TIMEOUT": "30"}
+"""Seconds, see slurm_two_nodes.sh."""
 
 
 def missing() -> str | None:
@@ -50,14 +54,8 @@ class Cluster:
         """Run a command on a node, in a checkout; return what it prints."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         own = {"PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "LOGDIR": str(self.logs)}
-        done = subprocess.run(
-            [str(SCRIPT), "exec", str(self.folder), where, *words],
-            cwd=folder,
-            env={**os.environ, **own, **variables},
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SEC,
-        )
+        command, env = [str(SCRIPT), "exec", str(self.folder), where, *words], {**os.environ, **own, **variables}
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=COMMAND_SEC)
         assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
@@ -106,38 +104,65 @@ class Cluster:
         self.until(job, lambda: self.job(job)["JobState"] in OVER, limit_sec)
         return self.job(job)
 
+    def wait_until_idle(self, limit_sec: float = 900.0) -> None:
+        """Wait until no job is left in the queue."""
+        end = time.monotonic() + limit_sec
+        while self.at("squeue", "--noheader").strip():
+            assert time.monotonic() < end
+            time.sleep(0.5)
+
+    def completed(self, words: list[str], *options: str, **variables: str) -> str:
+        """Submit a job and wait for its end, which has to be a good one; return its number."""
+        job = self.submit(words, *options, **variables)
+        assert self.end_of(job)["JobState"] == "COMPLETED", self.all_said(job)
+        return job
+
+    def refused(self, words: list[str], *options: str, **variables: str) -> str:
+        """Submit a job that is refused, by exit code 2; return what it has said."""
+        job = self.submit(words, *options, **variables)
+        end = self.end_of(job)
+        assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("FAILED", "2:0", "0"), self.all_said(job)
+        return self.said(job)
+
     def lose(self, node: str) -> None:
         """Take a node's power away."""
-        self._call("fail", node)
+        call(self.folder, "fail", node)
 
     def revive(self, node: str) -> None:
         """Give it back."""
-        self._call("revive", node)
+        call(self.folder, "revive", node)
 
-    def _call(self, *words: str) -> None:
-        verb, *rest = words
-        done = subprocess.run(
-            [str(SCRIPT), verb, str(self.folder), *rest], capture_output=True, text=True, timeout=COMMAND_SEC
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+
+def call(folder: Path, verb: str, *words: str, **variables: str) -> None:
+    """Call slurm_two_nodes.sh."""
+    command, env = [str(SCRIPT), verb, str(folder), *words], {**os.environ, **variables}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMMAND_SEC)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @contextlib.contextmanager
-def two_nodes(folder: Path, **settings: str) -> Iterator[Cluster]:
-    """Bring two nodes up in a folder, for as long as the context lasts. `settings`: see slurm_two_nodes.sh."""
+def two_nodes(folder: Path) -> Iterator[Cluster]:
+    """Bring two nodes up in a folder, for as long as the context lasts."""
     cluster = Cluster(folder)
     for part in ("out", "logs"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    own = {"CRED_EXPIRE": "10", "KILLWAIT": "30", "SLURMD_TIMEOUT": "30"}
     try:
-        done = subprocess.run(
-            [str(SCRIPT), "start", str(folder)],
-            env={**os.environ, **own, **settings},
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SEC,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        call(folder, "start", **SETTINGS)
         yield cluster
     finally:
         subprocess.run([str(SCRIPT), "stop", str(folder)], capture_output=True, timeout=COMMAND_SEC)
+
+
+def process_of(words: str, what: str, node: str) -> psutil.Process:
+    """Return a rank or a launcher by a part of its words and the node that its environment names."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "create_time"]):
+        line = process.info["cmdline"] or []
+        is_launcher = any(word.endswith("/composer") for word in line[:2])
+        if line[:1] and "python" in line[0] and words in f"{' '.join(line)} " and is_launcher == (what == "launcher"):
+            environ = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            if f"SLURMD_NODENAME={node}".encode() in environ:
+                found.append(process)  # a rank's loader worker has its words too, and is younger
+    if not found:
+        raise RuntimeError(f"no {what} of {words} on {node}")
+    return min(found, key=lambda process: process.create_time())
