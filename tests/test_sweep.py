@@ -221,17 +221,25 @@ summary |= {"images_per_sec_per_device": 10.0, "global_batch_size": 8, "loss": 0
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """A sweep of programs: `call(text, {seed: what it does}, *words)` returns the exit code."""
+    """A sweep of programs: `call(text, {seed: what it does}, *words)` returns the exit code.
+
+    whole: with the checks of each run, and plot and page.
+    """
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
 
-    def call(text: str, does: dict, *words: str) -> int:
+    def call(text: str, does: dict, *words: str, whole: bool = False) -> int:
         def commands_of(runner: running.Runner, point: plan.Point) -> list[list[str]]:
             what = does.get(point.values["seed"], "ok")
             return [[sys.executable, str(program), str(runner.sweep.folder / point.name), what]]
 
         monkeypatch.setattr(running.Runner, "commands_of", commands_of)
-        return command.main([str(written(tmp_path, text)), f"runs={tmp_path}/runs", *words])
+        with pytest.MonkeyPatch.context() as patch:
+            if not whole:
+                patch.setattr(plan, "check", lambda config: [])
+                patch.setattr(command.study, "has_curves", lambda record: False)
+                patch.setattr(command.page, "write", lambda folders, path: path)
+            return command.main([str(written(tmp_path, text)), f"runs={tmp_path}/runs", *words])
 
     return call
 
@@ -261,7 +269,7 @@ def num_lines(path: Path) -> int:
 
 def test_however_a_run_ends_it_is_a_row_and_the_others_continue(tmp_path, folder, stand_in, capsys):
     does = {1: "crash", 2: "hang", 3: "oom", 4: "refused", 5: "killed"}
-    assert stand_in("matrix: {seed: [1, 2, 3, 4, 5, 6]}\nlimit_sec: 20\n", does, "limit_sec=3") == 1
+    assert stand_in("matrix: {seed: [1, 2, 3, 4, 5, 6]}\nlimit_sec: 20\n", does, "limit_sec=3", whole=True) == 1
     assert statuses(folder) == ["failed", "timeout", "out_of_memory", "refused", "killed", "ok"]
     found = rows(folder)
     messages = {name: row["message"] for name, row in found.items()}
@@ -341,7 +349,7 @@ def test_a_dry_run_writes_nothing_and_shows_the_commands(tmp_path, stand_in, cap
 
 
 def test_a_run_that_does_not_fit_by_the_plan_is_not_started(folder, stand_in):
-    assert stand_in("matrix: {seed: [1], global_batch_size: [8, 80000000]}\n", {}) == 0
+    assert stand_in("matrix: {seed: [1], global_batch_size: [8, 80000000]}\n", {}, whole=True) == 0
     assert statuses(folder) == ["ok", "over_plan"]
     assert [*rows(folder).values()][1]["message"].startswith("80000000 images a pass need about ")
 
@@ -370,7 +378,7 @@ def test_a_run_during_which_the_code_changed_is_run_again(folder, stand_in, caps
 def test_the_runs_continue_when_table_and_page_cannot_be_written(folder, stand_in, capsys):
     for name in ("summary.csv", "page.html"):
         (folder / name / "held").mkdir(parents=True)
-    assert stand_in(TWO_SEEDS, {}) == 0
+    assert stand_in(TWO_SEEDS, {}, whole=True) == 0
     printed = capsys.readouterr().err
     assert "summary.csv: cannot be written: " in printed
     assert "not all of record, plot and page could be written: out: " in printed
