@@ -92,15 +92,6 @@ def test_a_rung_that_did_not_run_is_a_row_that_says_why(monkeypatch):
         assert status in ladder.table([record]).splitlines()[1]
 
 
-def test_the_runs_of_a_ladder_are_one_group_of_the_loggers(monkeypatch):
-    commands: list[list[str]] = []
-    monkeypatch.setattr(processes, "run", lambda command, limit: (commands.append(command) or 2, ""))
-    for keys, program in (([], "benchmark"), (["loggers.group=own"], "benchmark"), ([], "evaluation")):
-        ladder.run_rung(ladder.Rung("a", "x", keys, program=program), 5, group="seeds")
-    groups = [[word for word in command if word.startswith("loggers.group=")] for command in commands]
-    assert groups == [["loggers.group=seeds"], ["loggers.group=own"], []]
-
-
 def rung_record(name: str, speed: float | None, commit: str | None = "1") -> dict:
     spread = {} if speed is None else {"images_per_sec_min": 1.5 * speed, "images_per_sec_max": 2.5 * speed}
     plain = {"rung": name, "status": "ok", "num_devices": 2, "device": "x", "commit": commit}
@@ -126,11 +117,16 @@ def test_each_rung_is_compared_with_the_one_before_that_ran_and_with_the_first()
     assert row.split()[-6:] == "reached 4096 - - 1.5 -".split()  # noqa: SIM905
 
 
-@pytest.mark.parametrize(("commit", "other_call"), [(None, None), ("abc+changes", None), ("abc", 2.0)])
-def test_records_of_uncommitted_code_are_compared_within_one_call_alone(commit, other_call):
-    own, other = ({**rung_record("a", 10.0, commit), "call": call} for call in ("1", "2"))
-    assert ladder._ratio({**own, ladder.SPEED: 20.0}, own) == 2.0
-    assert ladder._ratio({**own, ladder.SPEED: 20.0}, other) == other_call
+def test_records_of_uncommitted_code_are_compared_within_one_call_alone():
+    steps = ladder.Ladder(1, 1, [ladder.Rung(name, "y", []) for name in "ab"])
+    for commit, call, ratio in (
+        (None, "2", None),
+        ("abc+changes", "2", None),
+        ("abc+changes", "1", 2.0),
+        ("abc", "2", 2.0),
+    ):
+        first, second = rung_record("a", 10.0, commit) | {"call": "1"}, rung_record("b", 20.0, commit) | {"call": call}
+        assert ladder.with_ratios(steps, {"a": first, "b": second})[1]["over_before"] == ratio
 
 
 def test_a_rung_with_a_limit_of_its_own_is_started_where_its_call_has_time_for_it():

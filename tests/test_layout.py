@@ -119,9 +119,6 @@ def circles() -> list[list[str]]:
 
 def test_every_source_file_has_a_room_on_the_map():
     assert [module for module in map(module_of, sources()) if floor_of(module) is None] == []
-
-
-def test_few_files_lie_at_the_root():
     assert {path.stem for path in sources() if path.parent == ROOT} <= ROOT_FILES
 
 

