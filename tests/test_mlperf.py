@@ -6,40 +6,37 @@ import pytest
 
 import benchmark
 from config import flatten, schema_keys
-from families.mlperf import SD, SD_EVERY_IMAGES, SD_RULESETS
+from families.mlperf import BENCHMARKS, FLUX, SD, SD_EVERY_IMAGES
 
 
-@pytest.mark.parametrize("ruleset", SD_RULESETS)
-def test_reference_points_are_those_of_the_official_checker(ruleset):
+@pytest.mark.parametrize(("of", "ruleset"), [(of, ruleset) for of in BENCHMARKS for ruleset in of.rulesets])
+def test_reference_points_are_those_of_the_official_checker(of, ruleset):
     """mlperf-logging, a direct need: every point, each of its runs, and the mean as the checker itself takes it."""
     from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
 
-    official = RCP_Checker("training", ruleset, "stable_diffusion", False).rcp_data.values()
-    ours = SD.list_points(ruleset)
+    official = RCP_Checker("training", ruleset, of.name, False).rcp_data.values()
+    ours, values = of.list_points(ruleset), of.reference_values
     assert [point.global_batch_size for point in ours] == [record["BS"] for record in official]
     for point, record in zip(ours, official, strict=True):
-        assert list(point.images) == record["Epochs to converge"]
+        given = record["Hyperparams"]
+        assert list(point.images) == record["Epochs to converge"]  # its own name for samples
         assert point.mean_images == pytest.approx(record["RCP Mean"], rel=1e-12)
-        assert point.lr_per_image == record["Hyperparams"]["opt_base_learning_rate"]
-        assert point.warmup_batches == record["Hyperparams"]["opt_learning_rate_warmup_steps"]
-        for key in ("eps", "weight_decay"):
-            name = {"eps": "epsilon"}.get(key, key)
-            assert SD.reference_values[f"optimizer.{key}"] == record["Hyperparams"][f"opt_adamw_{name}"]
+        rate, warmup = given["opt_base_learning_rate"], given["opt_learning_rate_warmup_steps"]
+        assert (point.lr if of is FLUX else point.lr_per_image, point.warmup_batches) == (rate, warmup)
+        assert [values["optimizer.eps"], values["optimizer.weight_decay"]] == [
+            given["opt_adamw_epsilon"],
+            given["opt_adamw_weight_decay"],
+        ]
+        if of is FLUX:
+            assert values["optimizer.betas"] == [given["opt_adamw_beta_1"], given["opt_adamw_beta_2"]]
+            assert values["optimizer.clip_norm"] == given["opt_gradient_clip_norm"]
 
 
-def test_the_mean_of_each_point_is_the_published_one_to_the_image():
-    """As computed by the official checker at mlcommons/logging 7bbf7926, without the files that are installed here."""
-    published = (1_706_667, 2_049_024, 2_104_889, 2_048_000, 2_561_280, 2_560_000, 2_839_273, 4_002_909)
-    assert tuple(round(point.mean_images) for point in SD.points) == published
-
-
-@pytest.mark.parametrize(
-    ("global_batch_size", "batches"), [(64, 8000), (384, 1334), (512, 1000), (2048, 250), (3000, 171)]
-)
-def test_batches_between_two_checkpoints(global_batch_size, batches):
+def test_batches_between_two_checkpoints():
     """384 is the example of the rules: 1334 batches, 512,256 images; 64, 512 and 2048 are the reference's configurations."""
-    assert SD.interval(global_batch_size) == batches * global_batch_size
-    assert (batches - 1) * global_batch_size < SD_EVERY_IMAGES <= batches * global_batch_size
+    for size, batches in {64: 8000, 384: 1334, 512: 1000, 2048: 250, 3000: 171}.items():
+        assert SD.interval(size) == batches * size
+        assert (batches - 1) * size < SD_EVERY_IMAGES <= batches * size
 
 
 def test_a_point_is_found_by_its_exact_global_batch_and_ruleset():
@@ -54,9 +51,7 @@ def test_the_rate_without_a_point_names_the_nearest_and_the_known_rulesets():
     nearest = {(320,): [256, 384], (512,): [384, 1024], (64,): [256], (8192,): [2048], (300, "4.0.0"): [384]}
     for given, sizes in nearest.items():
         assert [point.global_batch_size for point in SD.nearest_points(*given)] == sizes
-    with pytest.raises(
-        ValueError, match=r"^no reference point at a global batch of 320 .* Nearest: 256 .2\.8e-07 an im"
-    ):
+    with pytest.raises(ValueError, match=r"^no reference point at a global batch of 320 .* Nearest: 256 .2\.8e-07 an"):
         SD.lr_per_image(320)
     with pytest.raises(ValueError, match=r"^ruleset: '3.1.0' has no reference points .* Known: 4.0.0, 4.1.0, 5.0.0\."):
         SD.lr_per_image(512, "3.1.0")
@@ -93,28 +88,21 @@ def test_the_reference_itself_does_not_deviate_however_its_numbers_are_written()
     assert changed(global_batch_size=2048, optimizer__lr_per_image=1.25e-7) == []
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
+def test_each_deviation_is_named():
+    point = "free in the closed division; the reference point has"
+    for key, value, message in (
         ("objective.prediction", "epsilon", "epsilon; the reference: v"),
-        ("objective.caption_dropout", 0.1, "0.1; the reference: 0"),
         ("optimizer.betas", [0.9, 0.95], "[0.9, 0.95]; the reference: [0.9, 0.999]"),
         ("optimizer.eps", 1e-6, "1e-06; the reference: 1e-08"),
         ("optimizer.clip_norm", 1.0, "1; the reference: null"),
         ("ema.enabled", True, "true; the reference: false"),
         ("image_size", [512, 768], "[512, 768]; the reference: 512"),
-        ("optimizer.lr_per_image", 1e-7, "1e-07; free in the closed division; the reference point has 2.8e-07"),
-        (
-            "schedule.warmup_images",
-            256_001,
-            "256001; free in the closed division; the reference point has 1000 batches",
-        ),
+        ("optimizer.lr_per_image", 1e-7, f"1e-07; {point} 2.8e-07"),
+        ("schedule.warmup_images", 256_001, f"256001; {point} 1000 batches"),
         ("global_batch_size", 320, "320; free in the closed division; no reference point at a global batch of 320"),
-    ],
-)
-def test_each_deviation_is_named(key, value, message):
-    [found] = SD.deviations({**REFERENCE, key: value})
-    assert found.startswith(f"{key}: {message}")
+    ):
+        [found] = SD.deviations({**REFERENCE, key: value})
+        assert found.startswith(f"{key}: {message}")
 
 
 def test_no_key_of_the_reference_can_change_unseen():
@@ -127,13 +115,9 @@ def test_all_that_the_closed_division_fixes_is_held_against_a_run_as_it_is_given
     """A stock run, as config.flatten gives it: the fixed keys that the benchmark's rules list, then the free ones."""
     own = {"objective.prediction": "epsilon", "objective.timesteps": "uniform", "objective.caption_dropout": 0.1}
     values = {**flatten(benchmark.RunConfig()), **own}
-    assert [text.partition(":")[0] for text in SD.deviations({**values, "optimizer.lr": 1e-4})] == [
-        "objective.prediction",
-        "objective.caption_dropout",
-        "data.normalize",
-        "optimizer.lr",
-        "schedule.warmup_batches",
-    ]
+    fixed, free = ["objective.prediction", "objective.caption_dropout", "data.normalize"], "optimizer.lr"
+    found = [text.partition(":")[0] for text in SD.deviations({**values, free: 1e-4})]
+    assert found == [*fixed, free, "schedule.warmup_batches"]
 
 
 def test_snapshots_elsewhere_than_where_the_rules_ask_for_them_are_a_deviation():

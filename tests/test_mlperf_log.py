@@ -15,37 +15,37 @@ import pytest
 from conftest import ROOT, TINY_RUN, run
 from filelock import FileLock
 from miniature import NUM_IMAGES, NUM_PROMPTS
-from mlperf_fixture import BEGAN, Drive, closed, curves, header, passes, write_run
+from mlperf_fixture import BEGAN, Drive, closed, config_of, curves, header, passes, problems_of, write_run
 from test_evaluation import words_of  # noqa: F401
 
 import benchmark
 import eval as eval_command
 from callbacks.mlperf_log import conclude
 from checkpointing.files import WEIGHTS, file_stem, list_checkpoints, read_checkpoint, write_checkpoint
-from common.command_line import parse_command_line
 from common.errors import ConfigError
-from config import flatten, load
+from config import flatten
 from evaluation import scores
 from evaluation.scorer import TargetConfig
 from families.mlperf import SD, SD_RULESETS
-from preflight.config_checks import closed_data_problems, quick_problems
+from preflight.config_checks import closed_data_problems
 from reports.mlperf import check, read_run
 from run_folder.mlperf_log import MADE_WITH, EventLog, read_events
 
 pytestmark = pytest.mark.timeout(200, func_only=True)
 
 
-def compliance(tmp_path: Path, log: Path, ruleset: str = "5.0.0") -> tuple[bool, str]:
-    """Call MLPerf's checker as its users do. Returns whether it accepts the log, and what it printed."""
-    words = [
-        "--usage=training",
-        f"--ruleset={ruleset}",
-        "--werror",
-        str(log),
-        f"--log_output={tmp_path / 'checker.log'}",
-    ]
-    done = run(sys.executable, "-m", "mlperf_logging.compliance_checker", *words, timeout=120)
-    return done.returncode == 0, done.stdout + done.stderr
+NUM_FIRST = next(
+    n for n, point in enumerate(curves(512)[0], 1) if passes(point)
+)  # evaluations to the first that passes
+
+
+def compliance(tmp_path: Path, log: Path, ruleset: str = "5.0.0") -> None:
+    """Call MLPerf's checker as its users do, and see that it accepts the log."""
+    words = ["--usage=training", f"--ruleset={ruleset}", "--werror", log, f"--log_output={tmp_path / 'checker.log'}"]
+    done = run(sys.executable, "-m", "mlperf_logging.compliance_checker", *map(str, words), timeout=120)
+    text = done.stdout + done.stderr
+    division = only(read_events(log), "submission_division")["value"]
+    assert done.returncode == 0 and f"training_{ruleset}/{division}_stable_diffusion.yaml" in text, text
 
 
 def keys(log: Path) -> list[str]:
@@ -59,12 +59,8 @@ def only(events: list[dict], key: str) -> dict:
 
 def runs_backwards(log: Path) -> list[tuple[str, str]]:
     """Keys of neighbours of which the second one is earlier; a run_stop may be dated back to its snapshot."""
-    events = read_events(log)
-    return [
-        (a["key"], b["key"])
-        for a, b in itertools.pairwise(events)
-        if b["time_ms"] < a["time_ms"] and b["key"] != "run_stop"
-    ]
+    pairs = [(a, b) for a, b in itertools.pairwise(read_events(log)) if b["time_ms"] < a["time_ms"]]
+    return [(a["key"], b["key"]) for a, b in pairs if b["key"] != "run_stop"]
 
 
 HEAD = ["cache_clear", "submission_benchmark", "submission_division", "submission_org", "submission_platform"]
@@ -76,11 +72,11 @@ EVALUATION = ["eval_start", "eval_accuracy", "eval_accuracy", "eval_stop"]
 # --- events ---
 
 
-def test_events_are_in_order_and_all_after_run_start_have_their_number_of_images(tmp_path):
-    points = curves(512)[0]
+def test_a_log_has_the_events_in_order_with_their_numbers_of_images_values_and_times(tmp_path):
+    """An evaluation began before it was known."""
+    points, num = curves(512)[0], NUM_FIRST
     write_run(tmp_path, points, seed=3)
     events = read_events(tmp_path / "mlperf.log")
-    num = next(n for n, point in enumerate(points) if passes(point)) + 1
     assert [event["key"] for event in events] == [*HEAD, *(num * (BLOCK + EVALUATION)), "run_stop"]
     assert all(isinstance(event["metadata"]["samples_count"], int) for event in events[len(HEAD) - 1 :])
     accuracies = [event for event in events if event["key"] == "eval_accuracy"]
@@ -89,20 +85,14 @@ def test_events_are_in_order_and_all_after_run_start_have_their_number_of_images
     ]
     assert only(events, "opt_base_learning_rate")["value"] == 6.4e-5  # scaled by the batch, not an image's
     assert [event["value"] for event in events if event["key"] == "lr_abs"] == [1e-4 / 2**batch for batch in range(num)]
-    stop = only(events, "run_stop")["metadata"]
-    assert (stop["file"], stop["status"]) == ("run_folder/mlperf_log.py", "success")
-    assert stop["samples_count"] == points[num - 1]["images"]
+    stop, images = only(events, "run_stop")["metadata"], points[num - 1]["images"]
+    assert (stop["file"], stop["status"], stop["samples_count"]) == ("run_folder/mlperf_log.py", "success", images)
     kinds = {event["key"]: event["event_type"] for event in events}
     assert (kinds["run_start"], kinds["run_stop"], kinds["seed"]) == ("INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME")
-
-
-def test_times_are_those_of_the_events_and_an_evaluation_began_before_it_was_known(tmp_path):
-    write_run(tmp_path, curves(512)[0], seed=3)
-    events = read_events(tmp_path / "mlperf.log")
-    keys = ("init_start", "init_stop", "run_start", "run_stop")
-    num = only(events, "run_stop")["metadata"]["samples_count"] // 512_000
-    expected = (0.0, 60.0, 60.0, 60.0 + 512.0 * num + 100.0 * num)  # 1,000 images/s; now, evaluations included
-    assert tuple(only(events, key)["time_ms"] / 1000 - BEGAN for key in keys) == pytest.approx(expected)
+    times = [
+        only(events, key)["time_ms"] / 1000 - BEGAN for key in ("init_start", "init_stop", "run_start", "run_stop")
+    ]
+    assert times == pytest.approx([0.0, 60.0, 60.0, 60.0 + images / 1000 + 100 * num])  # 1,000 images/s, 100 s a score
     first = [event for event in events if event["key"] in ("block_stop", "eval_start", "eval_stop")][:3]
     assert [event["time_ms"] / 1000 - BEGAN for event in first] == pytest.approx([572.0, 572.0, 672.0])
     assert next(e for e in events if e["key"] == "tracked_stats")["value"] == {"throughput": pytest.approx(1000.0)}
@@ -116,11 +106,8 @@ def test_rank_0_alone_writes(tmp_path, monkeypatch):
 
 def test_a_disk_that_is_full_stops_the_run(tmp_path):
     (tmp_path / "mlperf.log").symlink_to("/dev/full")
-    drive = Drive(tmp_path, closed(), header(512, 1))
-    with pytest.raises(
-        OSError, match=r"mlperf.log cannot be written: No space left on device. The run stops; make room"
-    ):
-        drive.log.log.event("seed", 1)
+    with pytest.raises(OSError, match=r"mlperf.log cannot be written: No space left on device. The run stops; make"):
+        Drive(tmp_path).log.log.event("seed", 1)
 
 
 class Running:
@@ -136,57 +123,48 @@ class Running:
 
 def test_times_never_run_backwards_through_a_whole_run_a_restart_and_evaluations_that_earlier_starts_began(tmp_path):
     points = curves(512)[0]
-    drive = Drive(tmp_path, closed(), header(512, 1))
-    drive.log.log.now = Running(drive)
-    drive.start()
-    for point in points[:2]:
-        drive.train(point["images"])
-        drive.evaluate(point)
-    drive.train(points[2]["images"])
-    again = Drive(tmp_path, closed(), header(512, 1))
+    drive, again = Drive(tmp_path), Drive(tmp_path)
+    drive.log.log.now, again.log.log.now = Running(drive), Running(again)
+    drive.start().reach(*points[:2]).train(points[2]["images"])
     again.time = drive.time + 1.0
-    again.log.log.now = Running(again)
-    again.evaluations += points[:3]  # the third took 100 s, of which the log has not heard: before the restart
-    again.start(points[2]["images"])
-    for point in points[3:]:
-        again.train(point["images"])
-        again.evaluate(point)
-    again.end()
-    found = keys(tmp_path / "mlperf.log")
+    # The third evaluation took 100 s, of which the log has not heard: before the restart.
+    again.start(points[2]["images"], points[:3]).reach(*points[3:]).end()
+    events = read_events(tmp_path / "mlperf.log")
+    found = [event["key"] for event in events]
     assert found.count("eval_stop") == len(points) and "restart" in found and found[-1] == "run_stop"
     assert runs_backwards(tmp_path / "mlperf.log") == []
-    events = read_events(tmp_path / "mlperf.log")
-    restart, owed = only(events, "restart"), [e for e in events if e["key"] == "eval_start"][2]
-    assert owed["time_ms"] == restart["time_ms"]  # its eval_sec says how long it took
+    owed = [event for event in events if event["key"] == "eval_start"][2]
+    assert owed["time_ms"] == only(events, "restart")["time_ms"]  # its eval_sec says how long it took
+
+
+def test_times_increase_when_the_clock_is_set_back(tmp_path, monkeypatch):
+    log = EventLog(tmp_path / "mlperf.log")
+    log.event("init_start")
+    wall, began = time.time(), time.monotonic()
+    monkeypatch.setattr(time, "time", lambda: wall - 3600.0)
+    monkeypatch.setattr(time, "monotonic", lambda: began + 5.0)
+    log.event("init_stop")
+    first, last = (event["time_ms"] for event in read_events(tmp_path / "mlperf.log"))
+    assert 4900 <= last - first <= 60_000
 
 
 # --- restarts ---
 
 
-def killed(folder: Path) -> None:
-    """A run of a whole block and an evaluation, and then of a part of a block; its last line is unfinished."""
-    drive = Drive(folder, closed(), header(512, 1))
-    drive.start()
-    drive.train(512_000)
-    drive.evaluate(curves(512)[0][0])
-    drive.log.batch_start(drive.state, None)
-    with open(folder / "mlperf.log", "a") as file:
+def cut(log: Path) -> None:
+    """Add the unfinished line of a writer that was killed."""
+    with open(log, "a") as file:
         file.write(':::MLLOG {"namespace": "", "time_ms": 17000')
 
 
 def test_a_resumed_run_continues_in_the_same_log_with_a_restart(tmp_path, capsys):
-    points = curves(512)[0]
-    killed(tmp_path)
-    again = Drive(tmp_path, closed(), header(512, 1))
-    again.evaluations.append(points[0])  # the record has it
-    again.start(512_000)
-    for point in points[1:]:
-        again.train(point["images"])
-        again.evaluate(point)
-    again.end()
+    first, *others = curves(512)[0]
+    drive = Drive(tmp_path).start().reach(first)
+    drive.log.batch_start(drive.state, None)
+    cut(tmp_path / "mlperf.log")
+    Drive(tmp_path).start(512_000, [first]).reach(*others).end()
     found = keys(tmp_path / "mlperf.log")
-    assert found[: len(HEAD)] == HEAD
-    assert found[len(HEAD) :][:12] == [*BLOCK, *EVALUATION, "block_start", "restart", "block_start"]
+    assert found[: len(HEAD) + 12] == [*HEAD, *BLOCK, *EVALUATION, "block_start", "restart", "block_start"]
     once = ("init_start", "init_stop", "run_start", "run_stop", "restart")
     assert [found.count(key) for key in once] == [1] * len(once)
     assert only(read_events(tmp_path / "mlperf.log"), "restart")["metadata"]["samples_count"] == 512_000
@@ -195,18 +173,15 @@ def test_a_resumed_run_continues_in_the_same_log_with_a_restart(tmp_path, capsys
 
 
 def test_a_log_that_ends_before_run_start_is_begun_anew(tmp_path):
-    drive = Drive(tmp_path, closed(), header(512, 1))
+    drive = Drive(tmp_path)
     drive.log.log.event("cache_clear", False)
-    with open(tmp_path / "mlperf.log", "a") as file:
-        file.write(":::MLLOG {")
+    cut(tmp_path / "mlperf.log")
     drive.start()
     assert keys(tmp_path / "mlperf.log") == HEAD
 
 
 def test_a_new_log_of_a_resumed_run_says_that_it_did_not_begin_here(tmp_path):
-    drive = Drive(tmp_path, closed(), header(512, 1))
-    drive.start(512_000)
-    drive.train(1_024_000)
+    Drive(tmp_path).start(512_000).train(1_024_000)
     events = read_events(tmp_path / "mlperf.log")
     assert [event["key"] for event in events] == [*HEAD, "restart", *BLOCK]
     assert only(events, "restart")["metadata"]["samples_count"] == 512_000
@@ -217,46 +192,28 @@ def test_a_line_that_is_no_event_is_named_and_nothing_after_it_is_lost(tmp_path)
     log = tmp_path / "mlperf.log"
     text = log.read_text().replace(':::MLLOG {"namespace": "", "time_ms"', ':::MLLOG {"namespace: "", "time_ms"', 1)
     log.write_text(text)
-    again = Drive(tmp_path, closed(), header(512, 1))
     with pytest.raises(ConfigError, match=r"mlperf.log: line 1 of its log is no event of MLPerf's: .* Fix it or take"):
-        again.start(512_000)
+        Drive(tmp_path).start(512_000)
     assert log.read_text() == text
 
 
 def test_an_evaluation_after_the_resumed_checkpoint_is_written_again(tmp_path):
-    points = curves(512)[0]
-    drive = Drive(tmp_path, closed(), header(512, 1))
-    drive.start()
-    for point in points[:2]:
-        drive.train(point["images"])
-        drive.evaluate(point)
-    again = Drive(tmp_path, closed(), header(512, 1))
-    again.evaluations.append(points[0])
-    again.start(512_000)  # the checkpoint at 1,024,000 images was damaged
-    again.train(1_024_000)
-    again.evaluate({**points[1], "fid": 123.0})
+    first, second = curves(512)[0][:2]
+    Drive(tmp_path).start().reach(first, second)
+    Drive(tmp_path).start(512_000, [first]).reach({**second, "fid": 123.0})  # the checkpoint at 1,024,000 was damaged
     fids = [e["value"] for e in read_events(tmp_path / "mlperf.log") if e["metadata"].get("metric") == "FID"]
-    assert fids == [points[0]["fid"], points[1]["fid"], 123.0]
+    assert fids == [first["fid"], second["fid"], 123.0]
 
 
-def test_a_run_that_is_trained_past_its_end_loses_its_run_stop(tmp_path):
-    points = curves(512)[0]
-    drive = Drive(tmp_path, closed(), header(512, 1))
-    drive.whole(points[:2])
-    assert only(read_events(tmp_path / "mlperf.log"), "run_stop")["metadata"]["status"] == "aborted"
-    again = Drive(tmp_path, closed(), header(512, 1))
-    again.evaluations += points[:2]
-    again.start(1_024_000)
-    assert "run_stop" not in keys(tmp_path / "mlperf.log")
-
-
-def test_a_run_that_was_killed_after_its_run_stop_keeps_its_log(tmp_path):
-    write_run(tmp_path, curves(512)[0], seed=1)
-    before = (tmp_path / "mlperf.log").read_bytes()
-    again = Drive(tmp_path, closed(), header(512, 1))
-    again.evaluations += curves(512)[0]
-    again.log.stop(again.evaluations[-1], 5_120_000)
-    assert (tmp_path / "mlperf.log").read_bytes() == before
+def test_a_run_that_is_trained_past_its_end_loses_its_run_stop_and_one_that_was_killed_after_it_keeps_it(tmp_path):
+    points, log = curves(512)[0], tmp_path / "mlperf.log"
+    Drive(tmp_path).whole(points[:2])
+    assert only(read_events(log), "run_stop")["metadata"]["status"] == "aborted"
+    before = log.read_bytes()
+    Drive(tmp_path).log.stop(points[1], 1_024_000)
+    assert log.read_bytes() == before
+    Drive(tmp_path).start(1_024_000, points[:2])
+    assert "run_stop" not in keys(log)
 
 
 # --- MLPerf's checkers, as programs ---
@@ -265,8 +222,9 @@ def test_a_run_that_was_killed_after_its_run_stop_keeps_its_log(tmp_path):
 @pytest.mark.parametrize("ruleset", SD_RULESETS)
 def test_the_checker_accepts_the_closed_constants(tmp_path, ruleset):
     write_run(tmp_path, curves(512)[0], seed=3, config=closed(ruleset))
-    accepted, said = compliance(tmp_path, tmp_path / "mlperf.log", ruleset)
-    assert accepted and f"training_{ruleset}/closed_stable_diffusion.yaml" in said, said
+    assert check(tmp_path / "mlperf.log", ruleset) is None
+    if ruleset == SD_RULESETS[-1]:
+        compliance(tmp_path, tmp_path / "mlperf.log", ruleset)
 
 
 REFUSED = {
@@ -282,18 +240,14 @@ def test_the_checker_refuses_in_the_closed_division(tmp_path, what):
     """FID above the target at every point; CLIP below it; another epsilon; no CLIP at all."""
     of_header, of_points, message = REFUSED[what]
     points = [{**point, **of_points} for point in curves(512)[0][:6]]
-    drive = Drive(tmp_path, closed(), header(512, 1, **of_header))
-    drive.start()
-    for point in points:
-        drive.train(point["images"])
-        drive.evaluate(point)
+    drive = Drive(tmp_path, constants=header(512, 1, **of_header)).start().reach(*points)
     drive.log.stop(points[-1], points[-1]["images"])  # `success`, whatever the figures are
     assert message in (check(tmp_path / "mlperf.log", "5.0.0") or "")
 
 
 @pytest.mark.parametrize("took_sec", [1799.0, 1801.0])
 def test_the_log_of_an_initialization_over_30_minutes_is_announced_as_refused_and_is(tmp_path, capsys, took_sec):
-    drive = Drive(tmp_path, closed(), header(512, 1))
+    drive = Drive(tmp_path)
     drive.time = BEGAN + took_sec
     drive.whole(curves(512)[0])
     is_late, problem = "30 min: TOO LONG" in capsys.readouterr().err, check(tmp_path / "mlperf.log", "5.0.0")
@@ -303,70 +257,66 @@ def test_the_log_of_an_initialization_over_30_minutes_is_announced_as_refused_an
 # --- evaluated afterwards ---
 
 
-def waiting(folder: Path, points: list[dict], target: str = "pending") -> list[dict]:
+def waiting(folder: Path, num: int = 8, target: str = "pending") -> list[dict]:
     """A run whose training is over, with its log open and a snapshot a point. Returns the rows of eval.py."""
-    drive = Drive(folder, closed(), header(512, 1))
-    drive.log.in_training = False
-    drive.start()
+    points, drive = curves(512)[0][:num], Drive(folder, in_training=False).start()
     for point in points:
         drive.train(point["images"])
     drive.end()
     (folder / "summary.json").write_text(json.dumps({"target": target}))
     rows = []
     for point in points:
-        path = write_checkpoint(
-            folder / "checkpoints",
-            file_stem(WEIGHTS, point["images"]),
-            {"schema": 1, "unix_time": BEGAN + point["images"] / 1000},
-        )
+        content = {"schema": 1, "unix_time": BEGAN + point["images"] / 1000}
+        path = write_checkpoint(folder / "checkpoints", file_stem(WEIGHTS, point["images"]), content)
         rows.append({**point, "snapshot": path.name})
     return rows
 
 
+FIRST = NUM_FIRST - 1  # the row that passes
+OPEN = [*HEAD, *(8 * BLOCK)]
+
+
 def test_afterwards_the_log_closes_at_the_time_of_the_snapshot_that_passed_first(tmp_path):
-    rows = waiting(tmp_path, curves(512)[0][:8])
-    log = tmp_path / "mlperf.log"
-    assert keys(log) == [*HEAD, *(8 * BLOCK)]  # open
-    first = next(n for n, row in enumerate(rows) if passes(row))
-    conclude(tmp_path, rows[first - 1 : first + 1], rows[first])
-    events = read_events(log)
-    assert [event["key"] for event in events] == [*HEAD, *(8 * BLOCK), *(2 * EVALUATION), "run_stop"]
-    stop, images = events[-1], [row["images"] for row in rows]
-    assert (stop["metadata"]["status"], stop["metadata"]["samples_count"]) == ("success", images[first])
-    assert stop["time_ms"] / 1000 == BEGAN + images[first] / 1000
+    rows, log = waiting(tmp_path), tmp_path / "mlperf.log"
+    assert keys(log) == OPEN
+    conclude(tmp_path, rows[FIRST - 1 : FIRST + 1], rows[FIRST])
+    events, images = read_events(log), [row["images"] for row in rows]
+    assert [event["key"] for event in events] == [*OPEN, *(2 * EVALUATION), "run_stop"]
+    stop = events[-1]
+    assert (stop["metadata"]["status"], stop["metadata"]["samples_count"]) == ("success", images[FIRST])
+    assert stop["time_ms"] / 1000 == BEGAN + images[FIRST] / 1000
     evaluated = {e["metadata"]["samples_count"] for e in events if e["key"] == "eval_accuracy"}
-    assert evaluated == {images[first - 1], images[first]} and check(log, "5.0.0") is None
+    assert evaluated == {images[FIRST - 1], images[FIRST]} and check(log, "5.0.0") is None
     before = log.read_bytes()
-    conclude(tmp_path, rows, rows[first])  # a log that training has closed stays as it is
+    conclude(tmp_path, rows, rows[FIRST])  # a log that training has closed stays as it is
     assert log.read_bytes() == before
 
 
 def test_a_log_that_was_closed_afterwards_gets_the_points_before_in_order_and_keeps_its_end(tmp_path, capsys):
-    rows, log = waiting(tmp_path, curves(512)[0][:8]), tmp_path / "mlperf.log"
-    first = next(n for n, row in enumerate(rows) if passes(row))
-    assert first >= 3
-    conclude(tmp_path, rows[first - 1 : first + 1], rows[first], afterwards=True)
+    rows, log = waiting(tmp_path), tmp_path / "mlperf.log"
+    assert FIRST >= 3
+    conclude(tmp_path, rows[FIRST - 1 : FIRST + 1], rows[FIRST], afterwards=True)
     (tmp_path / "summary.json").write_text(json.dumps({"target": "reached"}))
     before = log.read_text().splitlines()
     capsys.readouterr()
-    conclude(tmp_path, rows, rows[first], afterwards=True)
+    conclude(tmp_path, rows, rows[FIRST], afterwards=True)
     assert log.read_text().splitlines()[: len(before) - 1] == before[:-1]
     events, images = read_events(log), [row["images"] for row in rows]
     evaluated = [event["metadata"]["samples_count"] for event in events if event["key"] == "eval_stop"]
-    assert evaluated == [*images[first - 1 : first + 1], *images[: first - 1]]
+    assert evaluated == [*images[FIRST - 1 : FIRST + 1], *images[: FIRST - 1]]
     stop = only(events, "run_stop")
-    assert stop["time_ms"] == 1000 * (BEGAN + images[first] / 1000) and stop == events[-1]
+    assert stop["time_ms"] == 1000 * (BEGAN + images[FIRST] / 1000) and stop == events[-1]
     assert stop["metadata"]["status"] == "success" and runs_backwards(log) == []
-    said = f"the log has {first - 1} evaluations more; it ends as before: success at {images[first]:,} images.\n"
+    said = f"the log has {FIRST - 1} evaluations more; it ends as before: success at {images[FIRST]:,} images.\n"
     assert capsys.readouterr().err == f"mlperf: {said}"
     assert check(log, "5.0.0") is None
     whole = log.read_bytes()
-    conclude(tmp_path, rows, rows[first], afterwards=True)  # nothing is new
+    conclude(tmp_path, rows, rows[FIRST], afterwards=True)  # nothing is new
     assert log.read_bytes() == whole
 
 
 def test_a_log_that_was_closed_afterwards_ends_at_an_earlier_snapshot_that_met_the_target(tmp_path):
-    rows = waiting(tmp_path, curves(512)[0][:8])
+    rows = waiting(tmp_path)
     conclude(tmp_path, rows[4:6], rows[5], afterwards=True)
     conclude(tmp_path, rows[:6], rows[2], afterwards=True)
     events, images = read_events(tmp_path / "mlperf.log"), rows[2]["images"]
@@ -378,29 +328,26 @@ def test_a_log_that_was_closed_afterwards_ends_at_an_earlier_snapshot_that_met_t
 
 
 def test_two_commands_that_come_to_their_end_at_once_close_a_log_once(tmp_path):
-    points = curves(512)[0][:8]
-    rows = waiting(tmp_path, points)
-    first = next(row for row in rows if passes(row))
+    rows = waiting(tmp_path)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: conclude(tmp_path, rows, first), range(4)))
+        list(pool.map(lambda _: conclude(tmp_path, rows, rows[FIRST]), range(4)))
     found = keys(tmp_path / "mlperf.log")
-    assert (found.count("run_stop"), found.count("eval_stop")) == (1, rows.index(first) + 1)
+    assert (found.count("run_stop"), found.count("eval_stop")) == (1, NUM_FIRST)
 
 
-def test_the_log_of_a_run_that_another_process_uses_stays_as_it_is(tmp_path, monkeypatch):
+def test_the_log_of_a_run_that_another_process_uses_stays_as_it_is_and_else_it_ends_at_its_last_snapshot(
+    tmp_path, monkeypatch
+):
+    """A run that never passed is aborted."""
     monkeypatch.setattr("callbacks.mlperf_log.LOCK_TIMEOUT_SEC", 0.1)
-    rows = waiting(tmp_path, curves(512)[0][:3])
-    before = (tmp_path / "mlperf.log").read_bytes()
+    rows = waiting(tmp_path, 3)
     with (
         FileLock(tmp_path / ".lock"),
         pytest.raises(ConfigError, match="mlperf.log: another process has the run, and may"),
     ):
         conclude(tmp_path, rows, None)
-    assert (tmp_path / "mlperf.log").read_bytes() == before
-
-
-def test_afterwards_a_run_that_never_passed_is_aborted_at_its_last_snapshot(tmp_path):
-    conclude(tmp_path, waiting(tmp_path, curves(512)[0][:3]), None)
+    assert keys(tmp_path / "mlperf.log") == [*HEAD, *(3 * BLOCK)]
+    conclude(tmp_path, rows, None)
     stop = read_events(tmp_path / "mlperf.log")[-1]
     assert (stop["key"], stop["metadata"]["status"]) == ("run_stop", "aborted")
     assert stop["time_ms"] == 1000 * (BEGAN + 1536.0)
@@ -408,67 +355,62 @@ def test_afterwards_a_run_that_never_passed_is_aborted_at_its_last_snapshot(tmp_
 
 def test_a_trial_closes_no_log(tmp_path, capsys):
     """Scored with another guidance than the run's own."""
-    rows = [{**row, "partial": False, "seconds": 1.0} for row in waiting(tmp_path, curves(512)[0][:8])]
+    rows = [{**row, "partial": False, "seconds": 1.0} for row in waiting(tmp_path)]
     (tmp_path / "config.yaml").write_text("eval:\n  guidance: 3.0\n")
     target = TargetConfig(90.0, 0.15)
     of_command = flatten(eval_command.EvalCommand(mlperf=closed(), target=target))
     scores.record_target_outcome(tmp_path, rows, target, of_command, has_own_table=True, has_mlperf_log=True)
     assert ": eval.guidance. Its summary.json stays" in capsys.readouterr().err
-    assert keys(tmp_path / "mlperf.log") == [*HEAD, *(8 * BLOCK)]
+    assert keys(tmp_path / "mlperf.log") == OPEN
     assert json.loads((tmp_path / "summary.json").read_text())["target"] == "pending"  # and may still be decided
 
 
 def test_a_run_that_still_trains_or_was_decided_in_training_keeps_its_log(tmp_path):
-    rows = waiting(tmp_path, curves(512)[0][:8], target="reached")
+    rows = waiting(tmp_path, target="reached")
     conclude(tmp_path, rows, rows[-1])
     (tmp_path / "summary.json").unlink()
     conclude(tmp_path, rows, rows[-1])
-    assert keys(tmp_path / "mlperf.log") == [*HEAD, *(8 * BLOCK)]
+    assert keys(tmp_path / "mlperf.log") == OPEN
 
 
 # --- the section ---
 
 
 def refused(*words: str) -> list[str]:
-    """Every problem of a tiny run with a log, but for memory, which takes seconds to estimate."""
-    words = [*TINY_RUN, "data.synthetic=true", "mlperf.enabled=true", *words]
-    with pytest.raises(ConfigError) as refusal:
-        load(benchmark.RunConfig, parse_command_line(words, {}), check=lambda run: quick_problems(run, []))
-    return refusal.value.problems
+    """Every problem of a tiny run with a log."""
+    return problems_of(*TINY_RUN, "data.synthetic=true", "mlperf.enabled=true", *words)
 
 
-SCORED = ["eval.prompts={}/p.tsv", "eval.statistics={}/s.npz", "eval.inception=random", "eval.clip=random"]
+@pytest.fixture
+def scored(tmp_path) -> list[str]:
+    """Keys of a run that is evaluated, with one prompt."""
+    (tmp_path / "p.tsv").write_text("image_id\tid\tcaption\n1\t1\ta\n")
+    files = [f"eval.prompts={tmp_path}/p.tsv", f"eval.statistics={tmp_path}/s.npz"]
+    return [*files, "eval.inception=random", "eval.clip=random", "eval.when=after", "eval.every_images=16"]
 
 
-def test_a_run_whose_log_could_not_be_accepted_is_refused_before_it_starts(tmp_path):
-    scored = [word.format(tmp_path) for word in SCORED] + ["eval.when=after", "eval.every_images=16"]
-
+def test_a_run_whose_log_could_not_be_accepted_is_refused_before_it_starts(scored, tmp_path):
     def check_refused(text: str, *words: str) -> None:
         [line] = refused(*words)
         assert text in line
 
     check_refused("mlperf.enabled: true, but nothing is evaluated. Say eval.when=after, or in_training.")
-    given = ("eval.when=after", "eval.every_images=16", scored[0])
-    check_refused(
-        "eval.statistics, eval.inception, eval.clip: not given. FID and CLIP score belong in the log.", *given
-    )
-    check_refused(f"no file {tmp_path}/p.tsv, whose prompts the log counts.", *scored)
-    (tmp_path / "p.tsv").write_text("image_id\tid\tcaption\n1\t1\ta\n")
+    lacks = "eval.statistics, eval.inception, eval.clip: not given. FID and CLIP score belong in the log."
+    check_refused(lacks, scored[0], *scored[-2:])
     check_refused("no target, so no run could succeed. The benchmark's: 90 and 0.15.", *scored)
+    (tmp_path / "p.tsv").rename(tmp_path / "q.tsv")
+    check_refused(f"no file {tmp_path}/p.tsv, whose prompts the log counts.", *scored)
+    (tmp_path / "q.tsv").rename(tmp_path / "p.tsv")
     (tmp_path / "old/checkpoints").mkdir(parents=True)
     write_checkpoint(tmp_path / "old/checkpoints", file_stem("full-ba", 3), {})
     words = [*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old"]
     check_refused("/old was trained before its log was begun, or it was cut. Leave it out, or", *words)
     (tmp_path / "old/mlperf.log").touch()  # a log that was emptied, to look as if the run began here
     check_refused("/old was trained before its log was begun", *words)
-    (tmp_path / "old/mlperf.log").write_text(":::MLLOG {}\n")
-    check_refused("/old/mlperf.log: line 1 of its log is no event of MLPerf's", *words)
 
 
-def test_the_closed_division_names_every_constant_that_differs(tmp_path):
-    (tmp_path / "p.tsv").write_text("image_id\tid\tcaption\n1\t1\ta\n")
-    words = [word.format(tmp_path) for word in SCORED] + ["eval.when=after", "eval.every_images=16", "target.fid=90"]
-    lines = refused(*words, "mlperf.division=closed", "optimizer.eps=1e-6")
+def test_the_closed_division_names_every_constant_that_differs(scored):
+    lines = refused(*scored, "target.fid=90", "mlperf.division=closed", "optimizer.eps=1e-6")
     for text in (
         "model.variant: stock; the reference: mlperf",
         "optimizer.eps: 1e-06; the reference: 1e-08",
@@ -479,14 +421,13 @@ def test_the_closed_division_names_every_constant_that_differs(tmp_path):
         assert f"mlperf.division: closed, but {text}. Use the reference's value, or mlperf.division=open." in lines
 
 
-def test_the_closed_division_refuses_other_data_before_anything_is_built(stage, tmp_path, capsys):
+def test_the_closed_division_refuses_other_data_before_anything_is_built(scored, stage, tmp_path, capsys):
     words = [*TINY_RUN, f"data.remote={stage}", "data.stage=images", f"run_folder={tmp_path}", "mlperf.enabled=true"]
-    words += [*(word.format(tmp_path) for word in SCORED), "eval.when=after", "eval.every_images=16", "target.fid=90"]
-    (tmp_path / "p.tsv").write_text("image_id\tid\tcaption\n1\t1\ta\n")
+    words += [*scored, "target.fid=90"]
     assert benchmark.main([*words, "mlperf.division=closed"]) == 2
     line = f"mlperf.division: closed, but train_samples: 48 at {stage}; the benchmark: 6,513,144. Give the whole "
     assert line in capsys.readouterr().err and not [path for path in tmp_path.iterdir() if path.is_dir()]
-    config = load(benchmark.RunConfig, parse_command_line([*words, "mlperf.division=open"], {}), check=lambda run: [])
+    config = config_of(*words, "mlperf.division=open")
     assert closed_data_problems(config.mlperf, SD, config.data, config.validation) == []
 
 
@@ -500,46 +441,31 @@ SHORTCUTS = {
 }
 
 
-def test_the_closed_division_refuses_each_shortcut():
-    config = load(benchmark.RunConfig, parse_command_line(["yamls/mlperf_256.yaml"], {}), check=lambda run: [])
-    values = flatten(benchmark.resolve(config))
+def test_no_recipe_of_the_benchmark_deviates_from_the_closed_division_and_each_shortcut_is_refused():
+    for path in (ROOT / "yamls").glob("mlperf_[0-9]*.yaml"):
+        values = flatten(benchmark.resolve(config_of(path)))
+        assert SD.closed_deviations(values) == [], path
     for key, (value, text) in SHORTCUTS.items():
         assert SD.closed_deviations({**values, key: value}) == [f"{key}: {text}"]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "yamls").glob("mlperf_[0-9]*.yaml")), ids=lambda path: path.name)
-def test_each_recipe_of_the_benchmark_may_be_logged_in_the_closed_division(path):
-    config = load(benchmark.RunConfig, parse_command_line([str(path)], {}), check=lambda run: [])
-    assert SD.closed_deviations(flatten(benchmark.resolve(config))) == []
-
-
 # --- whole runs ---
-
-OURS = ("mlperf.org=Easel", "mlperf.platform=miniature")  # which 4.0.0 and 4.1.0 ask for
-
-
-@pytest.fixture(scope="module")
-def logged(words_of, tmp_path_factory) -> Path:
-    """The miniature, evaluated in training with a target that it misses, stopped at its first point, and gone on."""
-    folder = tmp_path_factory.mktemp("logged")
-    words = words_of(folder, "mini", "eval.when=in_training", "target.fid=1e-9", "mlperf.enabled=true", *OURS)
-    assert benchmark.main(words) == 0
-    return folder / "mini"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ruleset", SD_RULESETS)
-def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(logged, tmp_path, ruleset):
-    accepted, said = compliance(tmp_path, logged / "mlperf.log", ruleset)
-    assert accepted and f"training_{ruleset}/open_stable_diffusion.yaml" in said, said
+def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(words_of, tmp_path):
+    """Evaluated in training with a target that it misses. 4.0.0 and 4.1.0 ask who submits."""
+    ours = ("mlperf.org=Easel", "mlperf.platform=miniature")
+    words = words_of(tmp_path, "mini", "eval.when=in_training", "target.fid=1e-9", "mlperf.enabled=true", *ours)
+    assert benchmark.main(words) == 0
+    logged = tmp_path / "mini"
+    compliance(tmp_path, logged / "mlperf.log")
+    assert {check(logged / "mlperf.log", ruleset) for ruleset in SD_RULESETS} == {None}
     events = read_events(logged / "mlperf.log")
     values = {event["key"]: event["value"] for event in events}
-    assert (values["train_samples"], values["eval_samples"], values["global_batch_size"]) == (
-        NUM_IMAGES,
-        NUM_PROMPTS,
-        8,
-    )
-    assert (values["seed"], values["opt_base_learning_rate"], values["gradient_accumulation_steps"]) == (17, 1.5e-3, 1)
+    expected = {"train_samples": NUM_IMAGES, "eval_samples": NUM_PROMPTS, "global_batch_size": 8, "seed": 17}
+    expected |= {"opt_base_learning_rate": 1.5e-3, "gradient_accumulation_steps": 1}
+    assert values.items() >= expected.items()
     found = [event["key"] for event in events]
     assert found[found.index("run_start") + 1 :] == [*(2 * (BLOCK + EVALUATION)), "run_stop"]
     record = [json.loads(line) for line in (logged / "metrics.jsonl").read_text().splitlines()]
@@ -568,14 +494,3 @@ def test_a_run_that_is_scored_afterwards_is_closed_by_eval(words_of, tmp_path, c
     assert json.loads((folder / "summary.json").read_text())["target"] == "reached"
     assert only(events[-5:-1], "eval_stop")["metadata"]["num_images"] == NUM_PROMPTS
     assert runs_backwards(log) == []
-
-
-def test_times_increase_when_the_clock_is_set_back(tmp_path, monkeypatch):
-    log = EventLog(tmp_path / "mlperf.log")
-    log.event("init_start")
-    wall, began = time.time(), time.monotonic()
-    monkeypatch.setattr(time, "time", lambda: wall - 3600.0)
-    monkeypatch.setattr(time, "monotonic", lambda: began + 5.0)
-    log.event("init_stop")
-    first, last = (event["time_ms"] for event in read_events(tmp_path / "mlperf.log"))
-    assert 4900 <= last - first <= 60_000
