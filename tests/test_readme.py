@@ -4,37 +4,35 @@ How each command of a page is checked stands in the name of its case:
 
     parsed      by the program's own reader of its command line, keys and types included
     cloud       the file that it names is there; for MosaicML's, by its own parser. tests/test_launch.py reads the files
-    target      there is such a target in the Makefile; RUN_BY says which test runs what it runs
+    target      there is such a target in the Makefile
     launched    a script of launch/ is there, and the words that it hands on are understood; tests/test_slurm.py runs it
     module      of another project: it is installed; tests/test_mlperf_log.py and tests/test_reports_mlperf.py run MLPerf's
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import re
 import shlex
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from conftest import ROOT
 from PIL import Image
+from test_layout import FLOORS, sources
 
 import benchmark
 from bench.ladder import LadderConfig, read_ladder
-from common.command_help import Key, keys_of
+from common.command_help import Key, keys_of, read_command
 from common.command_line import Assignment, parse_command_line
-from common.key_reference import format_page, update_tables
-from common.value_types import limited
+from common.key_reference import update_tables
 from config import load, schema_keys
 from eval import EvalCommand
-from families import FAMILIES, load_family
+from families import FAMILIES
 from families.flux import OBJECTIVES
 from families.sampling import SAMPLERS, SamplerName
 from prepare.arguments import split_arguments
@@ -75,85 +73,31 @@ def commands() -> Iterator[tuple[str, str]]:
 
 # --- commands ---
 
-COMMANDS = {
-    "prepare.shards": ("ShardsConfig", range(2, 100)),
-    "prepare.downloads": ("DownloadsConfig", range(1, 100)),
-    "prepare.latents": ("LatentsConfig", range(2, 3)),
-    "prepare.buckets": ("BucketsConfig", range(2, 3)),
-    "prepare.adopt": ("AdoptConfig", range(1, 2)),
-    "prepare.look": ("LookConfig", range(1, 3)),
-    "prepare.fid_statistics": ("FidStatisticsConfig", range(2, 3)),
-    "prepare.coco": ("CocoConfig", range(1, 2)),
-    "bench.ema": ("EMABenchConfig", range(1)),
-    "bench.saving": ("SavingConfig", range(1)),
-    "bench.store": ("StoreConfig", range(1)),
-    "bench.ladder": ("LadderConfig", range(1, 2)),
-    "bench.latency": ("LatencyConfig", range(1)),
-    "bench.step": ("StepConfig", range(1)),
-    "bench.scale": ("ScaleConfig", range(1)),
-    "bench.data": ("DataBenchConfig", range(1)),
-    "export": ("ExportConfig", range(2, 3)),
-    "reports.compare": ("CompareKeys", range(1, 17)),
-    "reports.live": ("LiveKeys", range(1, 2)),
-    "reports.mlperf": ("ReportKeys", range(1, 100)),
-    "reports.page": ("PageKeys", range(1, 17)),
-    "reports.samples": ("SamplesKeys", range(3, 4)),
-    "reports.wandb_dashboard": ("DashboardKeys", range(1, 2)),
-    "scaling.estimates": ("ScalingConfig", range(0)),
-    "sweeps.plan": ("SweepCommand", range(0)),
+FILES = {
+    str(path.relative_to(ROOT)).removesuffix(".py").replace("/", "."): path
+    for path in sources()
+    if "\n@command(keys=" in path.read_text()
 }
-"""Command -> the dataclass of its keys, and how many places it takes."""
+"""Command -> its file."""
+SCHEMAS = list(dict.fromkeys(read_command(path).keys for path in FILES.values()))
 
-RUN_BY = {
-    "demo": "tests/test_miniature.py",
-    "miniature": "tests/test_miniature.py",
-    "test": "tests/conftest.py",  # this suite
-    "test-long": "tests/conftest.py",
-    "test-store": "tests/store/test_harness.py",
-    "test-faults": "tests/test_faults.py",
-    "test-8bit": "tests/test_low_memory_adamw_8bit.py",
-    "test-tables": "tests/test_tables.py",
-    "test-cluster": "tests/test_engines.py",
-    "test-loggers": "tests/test_mlflow.py",
-    "test-browser": "tests/test_browser.py",
-    "test-health": "tests/test_health.py",
-    "test-clouds": "tests/test_launch_tools.py",
-    "test-image": "tests/image.sh",  # by hand: it builds an image of 9 GB
-    **dict.fromkeys(("build_and_launch_docker", "exec_docker", "stop_docker"), "tests/test_launch.py"),
-    "test-slow": "tests/conftest.py",
-    "mutants": "tests/test_mutants.py",
-    "hooks": "tests/test_contributing.py",
-    "audit": "tests/test_contributing.py",  # by hand: it asks PyPI
-    "test-gpu": "tests/gpu/test_on_gpu.py",
-    "controls": "tests/test_shapes_records.py",  # an hour: its records are compared
-    "demo-flux": "tests/test_shapes_flow.py",
-    "controls-flux": "tests/test_shapes_flow.py",  # its records are compared
-    "demo-video": "tests/test_moving_shapes.py",
-    "controls-video": "tests/test_moving_shapes.py",  # its records are compared
-    "study": "tests/test_study.py",  # an hour: its record is compared
-    "gpu-ladder": "tests/test_bench_ladder.py",  # the same code on a CPU
-    "gpu-evaluation": "tests/test_bench_evaluation.py",
-    "gpu-families": "tests/test_bench_ladder.py",
-    "report": "tests/test_make_report.py",
-    "gpu-latency": "tests/test_bench_latency.py",
-    "download_assets": "tests/test_downloads.py",
-    "env": "tests/test_locks.py",
-    "lint": "tests/test_layout.py",
-    "lock": "tests/test_locks.py",
+NUM_PLACES = {
+    range(1): "bench.ema bench.saving bench.store bench.latency bench.step bench.scale bench.data",
+    range(1, 2): "bench.ladder prepare.adopt prepare.coco reports.live reports.wandb_dashboard",
+    range(2, 3): "prepare.latents prepare.buckets prepare.fid_statistics export",
+    range(3, 4): "reports.samples",
+    range(1, 17): "prepare.look reports.compare reports.page",
+    range(1, 100): "prepare.downloads reports.mlperf",
+    range(2, 100): "prepare.shards",
 }
-"""Target of the Makefile -> the test of what it runs."""
-
+"""How many places -> the commands that take so many."""
 
 CLOUDS = ("mcli", "sky", "kubectl")
 
 
 def kind_of(command: str) -> str:
     words = [word for word in command.split() if not re.match(r"[A-Z_]+=", word)]
-    if words[0] in ("composer", "pip") or words[:2] in (
-        ["python", "benchmark.py"],
-        ["python", "export.py"],
-        ["python", "sweep.py"],
-    ):
+    if words[0] in ("composer", "pip") or re.match(r"python (benchmark|export|sweep)\.py", " ".join(words)):
         return "parsed"
     if words[0] in ("sbatch", "launch/ranks.sh") or (words[:1] == ["source"] and words[1].startswith("launch/")):
         return "launched"
@@ -177,7 +121,7 @@ def read(module: str, words: list[str]) -> None:
         load(LadderConfig, parse_command_line(words[1:], {}), check=lambda config: [])
     elif module == "sweep":
         sweep = read_sweep(words)
-        for values in sweep.points.values():
+        for values in list(sweep.points.values())[:: max(1, len(sweep.points) - 1)]:  # the first and the last
             line = parse_command_line([sweep.command.yaml or "", *sweep.keys, *sweep.typed], benchmark.ALIASES)
             own = [Assignment("", key, value, key) for key, value in values.items()]
             load(benchmark.RunConfig, replace(line, assignments=line.assignments + own), check=lambda config: [])
@@ -193,20 +137,19 @@ def read(module: str, words: list[str]) -> None:
     elif module == "scaling":
         assert Path(__main__.read_command(words).yaml).is_file()
     else:
-        name, num_places = COMMANDS[module]
+        [num_places] = [num for num, names in NUM_PLACES.items() if module in names.split()]
         places, keys = split_arguments(words)
-        schema = getattr(importlib.import_module(module), name)
-        load(schema, parse_command_line(keys, {}), check=lambda config: [])
+        load(read_command(FILES[module]).keys, parse_command_line(keys, {}), check=lambda config: [])
         assert len(places) in num_places
 
 
-CASES = sorted(set(commands()))
+CASES = sorted({command: page for page, command in commands()}.items())
 
 
 @pytest.mark.parametrize(
-    ("page", "command"), CASES, ids=[f"{page}, {kind_of(command)}: {command[:60]}" for page, command in CASES]
+    "command", [command for command, _ in CASES], ids=[f"{page}, {kind_of(each)}: {each[:60]}" for each, page in CASES]
 )
-def test_every_command_of_a_page_is_understood(page, command, monkeypatch):
+def test_every_command_of_a_page_is_understood(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     kind = kind_of(command)
     words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
@@ -215,7 +158,6 @@ def test_every_command_of_a_page_is_understood(page, command, monkeypatch):
         targets = ["env"] if words[0] == "source" else [word for word in words[1:] if "=" not in word]
         makefile = (ROOT / "Makefile").read_text()
         assert targets and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
-        assert all((ROOT / RUN_BY[target]).is_file() for target in targets)
     elif kind == "launched" and "--wrap" in words:
         read("sweep", words[-1].removeprefix("exec python sweep.py ").split())
     elif kind == "launched":
@@ -257,8 +199,8 @@ def test_the_ten_seeds_of_the_benchmark_are_one_sweep(monkeypatch):
 def test_every_block_says_whether_it_is_commands_or_text_and_every_command_has_a_kind():
     kinds = {found[1] for text in PAGES.values() for found in BLOCK.finditer(text)}
     assert kinds == {"bash", "text"}
-    assert [command for _, command in CASES if kind_of(command) == "unknown"] == []
-    assert {kind_of(command) for _, command in CASES} == {"parsed", "target", "module", "launched", "cloud"}
+    assert [command for command, _ in CASES if kind_of(command) == "unknown"] == []
+    assert {kind_of(command) for command, _ in CASES} == {"parsed", "target", "module", "launched", "cloud"}
 
 
 # --- the pages ---
@@ -295,20 +237,15 @@ def sentences(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_sentence_has_more_than_thirty_words(page):
-    assert [sentence for sentence in sentences(PAGES[page]) if len(sentence.split()) > 30] == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_no_empty_line_cuts_a_table(page):
-    rows = PAGES[page].splitlines()
+def test_a_page_has_short_sentences_and_cells_and_whole_tables(page):
+    text = PAGES[page]
+    assert [sentence for sentence in sentences(text) if len(sentence.split()) > 30] == []
+    rows = text.splitlines()
     heads = [n for n, row in enumerate(rows) if row.startswith("|") and not rows[n - 1].startswith("|")]
-    assert [rows[n] for n in heads if not re.match(r"\|[ :-]*-", rows[n + 1])] == []
-
-
-def test_every_sweep_is_on_its_page():
-    named = set(re.findall(r"`(\w+\.yaml)`", PAGES["docs/sweeps.md"]))
-    assert named == {path.name for path in (ROOT / "yamls/sweeps").glob("*.yaml")}
+    assert [rows[n] for n in heads if not re.match(r"\|[ :-]*-", rows[n + 1])] == []  # an empty line cuts a table
+    of_tables = [line for line in BLOCK.sub("", text).splitlines() if line.startswith("|")]
+    cells = [cell for row in of_tables for cell in re.split(r"(?<!\\)\|", row)]
+    assert [cell for cell in cells if len(cell.split()) > 25] == []
 
 
 def test_a_long_sentence_is_seen():
@@ -316,48 +253,37 @@ def test_a_long_sentence_is_seen():
     assert [len(sentence.split()) for sentence in sentences(text)] == [1, 32, 30]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_no_cell_of_a_table_is_a_paragraph(page):
-    rows = [line for line in BLOCK.sub("", PAGES[page]).splitlines() if line.startswith("|")]
-    cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)]
-    assert [cell for cell in cells if len(cell.split()) > 25] == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_relative_link_and_picture_is_there(page):
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", PAGES[page])) if "://" not in link]
-    for link in links:
-        place, _, heading = link.partition("#")
-        target = (ROOT / page).parent / place if place else ROOT / page
-        assert target.exists(), link
-        heads = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if heading else []
-        assert not heading or heading in [re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in heads]
-    assert links or page in ("docs/versions.md", "docs/checkpoints.md", "CONTRIBUTING.md")
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_file_of_the_project_that_is_named_is_there(page):
-    named = [span for span in spans(PAGES[page]) if re.fullmatch(r"[\w./-]+\.(py|yaml|csv|json|lock|txt)", span)]
-    ours = [name for name in named if name.split("/")[0] in FOLDERS or (ROOT / name).exists() or name.endswith(".py")]
-    assert [name for name in ours if not (ROOT / name).exists()] == []
-
-
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"runs", "cache", "datasets"}
 
 
-def test_the_page_of_recipes_lists_every_yaml():
-    named = set()
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_picture_and_file_that_is_named_is_there(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", PAGES[page])):
+        place, _, heading = link.partition("#")
+        if "://" not in link:
+            target = (ROOT / page).parent / place if place else ROOT / page
+            assert target.exists(), link
+            heads = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if heading else []
+            names = [re.sub(r"[^\w\- ]", "", head).lower().replace(" ", "-") for head in heads]
+            assert not heading or heading in names, link
+    named = [span for span in spans(PAGES[page]) if re.fullmatch(r"[\w./-]+\.(py|yaml|csv|json|lock|txt)", span)]
+    ours = [name for name in named if name.split("/")[0] in FOLDERS or name.endswith(".py")]
+    assert [name for name in ours if not (ROOT / name).exists()] == []
+
+
+def test_the_pages_of_recipes_and_sweeps_list_every_yaml():
+    recipes = set()
     for row in re.findall(r"^\| (`.*?) \|", PAGES["docs/recipes.md"], re.M):
         first, *more = re.findall(r"`([^`]+)`", row)
         stem = first.removesuffix(".yaml").rpartition("_")[0]
-        named |= {first, *(name if name.endswith(".yaml") else f"{stem}{name}.yaml" for name in more)}
-    assert named == {path.name for path in (ROOT / "yamls").glob("*.yaml")}
+        recipes |= {first, *(name if name.endswith(".yaml") else f"{stem}{name}.yaml" for name in more)}
+    sweeps = set(re.findall(r"`(\w+\.yaml)`", PAGES["docs/sweeps.md"]))
+    for named, folder in ((recipes, "yamls"), (sweeps, "yamls/sweeps")):
+        assert named == {path.name for path in (ROOT / folder).glob("*.yaml")}
 
 
 def test_the_map_is_the_tree_and_its_floors_are_those_of_the_layout():
     """Every folder with code and every file at the root, each once, on its floor."""
-    from test_layout import FLOORS, sources
-
     [tree] = [block for page, block in blocks("text") if page == "docs/structure.md" and block.startswith("floor ")]
     named = {}
     for part in re.split(r"^(?=floor )", tree.split("\n\n")[0], flags=re.M)[1:]:
@@ -369,20 +295,12 @@ def test_the_map_is_the_tree_and_its_floors_are_those_of_the_layout():
     assert named == {room: floors[room.removesuffix("/").removesuffix(".py")] for room in there}
 
 
-def test_flags_are_on_the_page():
-    page = PAGES["docs/configuration.md"].split("## The keys")[0]
-    assert all(f"`--{flag}`" in page for flag, alias in benchmark.ALIASES.items() if not alias.advice)
-
-
 def test_every_key_that_is_named_exists():
     keys = set(schema_keys(EvalCommand)) | {flag for flag, alias in benchmark.ALIASES.items() if not alias.advice}
+    configuration = PAGES["docs/configuration.md"].split("## The keys")[0]
+    assert all(f"`--{flag}`" in configuration for flag, alias in benchmark.ALIASES.items() if not alias.advice)
     sections = {key.partition(".")[0] for key in keys if "." in key}
-    others = {
-        key.name
-        for module, (name, _) in COMMANDS.items()
-        for key in keys_of(getattr(importlib.import_module(module), name))
-        if isinstance(key, Key)
-    }
+    others = {key.name for schema in SCHEMAS for key in keys_of(schema) if isinstance(key, Key)}
     unknown = []
     for page, text in PAGES.items():
         for span in spans(text):
@@ -405,11 +323,8 @@ def test_the_tables_of_keys_are_what_make_report_would_write(page):
     assert update_tables(PAGES[page]) == PAGES[page], "run make report"
 
 
-@pytest.mark.parametrize(
-    "module, name", [("benchmark", "RunConfig"), ("eval", "EvalCommand"), *((m, n) for m, (n, _) in COMMANDS.items())]
-)
-def test_every_key_says_in_a_few_words_what_it_is(module, name):
-    schema = getattr(importlib.import_module(module), name)
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_every_key_says_in_a_few_words_what_it_is(schema):
     texts = {key.name: key.text for key in keys_of(schema) if isinstance(key, Key)}
     assert {name for name in texts if "[]" not in name} == {
         key for key in schema_keys(schema) if not any(other.startswith(f"{key}.") for other in schema_keys(schema))
@@ -418,71 +333,17 @@ def test_every_key_says_in_a_few_words_what_it_is(module, name):
     assert [name for name, text in texts.items() if len(text.split()) > 25] == []
 
 
-@dataclass(frozen=True)
-class Inner:
-    """What lies within."""
-
-    size: int | None = limited(None, 1, 8)
-    """Pixels. null: as they are."""
-
-
-@dataclass(frozen=True)
-class Outer:
-    """What lies without."""
-
-    name: Literal["one", "two"] = "one"
-    """Which | of them,
-    over two lines."""
-    rate: float = 1e-8
-    flag: bool = False
-    """A flag."""
-    inner: Inner = field(default_factory=Inner)
-
-
-def test_a_table_of_keys_has_default_what_is_possible_and_the_text_under_the_field():
-    head = "| key | default | possible | meaning |\n| --- | --- | --- | --- |\n"
-    own = [
-        "| `name` | `one` | `one`, `two` | Which \\| of them, over two lines. |",
-        "| `rate` | `1e-8` | a number |  |",
-        "| `flag` | `false` | `true`, `false` | A flag. |",
-    ]
-    assert format_page(Outer, own_only=True) == "\n" + head + "\n".join(own) + "\n\n"
-    inner = "| `inner.size` | `null` | 1 to 8, null | Pixels. null: as they are. |"
-    parts = ["### Keys without a section", "What lies without.", head + "\n".join(own)]
-    parts += ["### `inner`", "What lies within.", head + inner]
-    assert format_page(Outer) == "\n" + "\n\n".join(parts) + "\n\n"
-
-
-# --- the picture of samples; tests/test_make_report.py compares it ---
-
-
-def test_the_picture_of_a_runs_page_is_of_a_committed_record_and_small():
-    makefile = (ROOT / "Makefile").read_text()
-    assert "reports.page reports/results/shapes_run out=" in makefile
-    made = record("shapes_run/summary")
-    assert (made["target"], "+" in made["commit"]) == ("reached", False)
-    path = ROOT / "docs/pictures/page.png"
-    with Image.open(path) as picture:
-        assert picture.width == 1200 and path.stat().st_size <= 200_000
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["grid.png"], "command line: Give three paths: GRID.png CAPTIONS.txt OUT.png."),
-        (["grid.png", "captions.txt", "out.png", "gap_px=x"], "command line: gap_px is 'x'. Possible: an integer."),
-        (
-            ["grid.png", "captions.txt", "out.png"],
-            "11 x 11 px, not 2 x 2 images with gaps of 2 px. Possible: a",
-        ),
-    ],
-)
-def test_a_grid_that_cannot_be_cut_is_refused(words, message, tmp_path, monkeypatch, capsys):
+def test_a_grid_that_cannot_be_cut_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (11, 11)).save("grid.png")
     Path("captions.txt").write_text("one\ntwo\nthree\n")
-    assert samples.main(words) == 2
-    assert capsys.readouterr().err.startswith(message)
+    for words, message in (
+        ("grid.png", "command line: Give three paths: GRID.png CAPTIONS.txt OUT.png."),
+        ("grid.png captions.txt out.png gap_px=x", "command line: gap_px is 'x'. Possible: an integer."),
+        ("grid.png captions.txt out.png", "11 x 11 px, not 2 x 2 images with gaps of 2 px. Possible: a"),
+    ):
+        assert samples.main(words.split()) == 2
+        assert capsys.readouterr().err.startswith(message)
 
 
 # --- figures ---
@@ -496,6 +357,15 @@ def record(name: str) -> dict:
     return json.loads((ROOT / f"reports/results/{name}.json").read_text())
 
 
+def minutes_of(seconds: float) -> str:
+    return "{} min {} s".format(*divmod(round(seconds), 60))
+
+
+def spread(made: dict, key: str, digits: str) -> str:
+    value, least, greatest = (format(made[f"{key}{end}"], digits) for end in ("", "_min", "_max"))
+    return f"{value} ({least} to {greatest})"
+
+
 def test_the_result_lines_are_those_of_the_committed_record():
     made = record("shapes_cpu")
     lines = {page: block.strip() for page, block in blocks("text") if block.startswith("images_per_sec=")}
@@ -503,7 +373,6 @@ def test_the_result_lines_are_those_of_the_committed_record():
     for line in lines.values():
         shown = dict(pair.split("=") for pair in line.split())
         assert shown == {key: "none" if made[key] is None else str(rounded(made[key])) for key in shown}
-    assert len(lines["README.md"].split()) < len(lines["docs/miniature.md"].split())
     assert made["commit"] and made["device"] and (made["family"], made["target"]) == ("shapes", "reached")
 
 
@@ -514,75 +383,59 @@ def test_the_rows_of_results_are_those_of_the_committed_records():
     for what, hardware, speed, scores, link in rows:
         made = json.loads((ROOT / re.search(r"\((.*)\)", link)[1]).read_text())
         last = made["evaluations"][-1] if made.get("evaluations") else made
+        assert made["num_devices"] == 1
         if made["device"] == "NVIDIA H200":
             assert (hardware, speed, scores) == ("1 H200", f"{made['images_per_sec']:.1f}", "not measured")
-            assert f"batch {made['global_batch_size']}" in what and made["num_devices"] == 1
+            assert f"batch {made['global_batch_size']}" in what
             continue
-        assert speed == f"{made['images_per_sec']:.0f}"
         expected = "not measured" if last.get("fid") is None else f"{last['fid']:.1f} / {last['clip']:.3f}"
-        assert scores == expected, what
-        assert made["device"].startswith("CPU") and hardware.startswith("2 CPU cores") and made["num_devices"] == 1
+        assert (speed, scores) == (f"{made['images_per_sec']:.0f}", expected), what
+        assert made["device"].startswith("CPU") and hardware.startswith("2 CPU cores")
         assert ("one thread" in hardware) == ("1 threads" in made["device"])
 
 
-def test_the_time_under_the_picture_is_that_of_the_record():
-    minutes, seconds = divmod(round(record("shapes_cpu")["seconds_to_target_with_eval"]), 60)
-    assert f"after {record('shapes_cpu')['images_to_target']:,} images: {minutes} min {seconds} s" in flat("README.md")
-
-
-def test_the_demos_of_three_seeds_are_those_of_their_records():
+def miniature_texts() -> Iterator[str]:
+    """Yield what its page says of the demos of three seeds, and of the quality of its encoders."""
     for seed, name in ((17, "shapes_cpu"), (18, "shapes_cpu_seed18"), (19, "shapes_cpu_seed19")):
         made = record(name)
-        minutes, seconds = divmod(made["command_seconds"], 60)
-        cells = (seed, f"{minutes} min {seconds} s", f"{made['fid']:.1f}", f"{made['clip']:.3f}")
-        row = f"| {' | '.join(map(str, cells))} | {made['images_to_target']:,} | [{name}]"
-        assert row in PAGES["docs/miniature.md"]
-
-
-def test_the_quality_of_the_miniatures_encoders_is_that_of_their_records():
+        cells = f"{seed} | {minutes_of(made['command_seconds'])} | {made['fid']:.1f} | {made['clip']:.3f}"
+        yield f"| {cells} | {made['images_to_target']:,} | [{name}]"
     folder = ROOT / "families/shapes_weights"
     reader, clip, vae = (json.loads((folder / n / "quality.json").read_text()) for n in ("reader", "clip", "vae"))
     assert set(reader["read_right"].values()) == {1.0}
     least = min(clip["told_right"], key=clip["told_right"].get)
-    told = f"in {100 * clip['score']:.1f} % of the cases ({least}, the least: {100 * clip['told_right'][least]:.1f} %)"
-    assert told in flat("docs/miniature.md")
+    yield f"in {100 * clip['score']:.1f} % of the cases ({least}, the least: {100 * clip['told_right'][least]:.1f} %)"
     cosine, attribute = 100 * vae["kept"]["cosine"], 100 * min(vae["kept"]["read_right"].values())
-    assert f"keeps {cosine:.2f} % of the CLIP score and at least {attribute:.1f} %" in flat("docs/miniature.md")
-    rendered = f"a CLIP score of {clip['cosine']:.3f}, and of {clip['cosine_one_attribute_off']:.3f} with one attribute"
-    assert rendered in flat("docs/miniature.md")
-    log = (ROOT / "reports/results/shapes_encoders.jsonl").read_text().splitlines()
-    of_vae = [line for line in map(json.loads, log) if line["stage"] == "vae" and line.get("best")]
-    assert of_vae[-1]["kept"] == vae["kept"]
+    yield f"keeps {cosine:.2f} % of the CLIP score and at least {attribute:.1f} %"
+    yield f"a CLIP score of {clip['cosine']:.3f}, and of {clip['cosine_one_attribute_off']:.3f} with one attribute"
 
 
-def spread(made: dict, key: str, digits: str) -> str:
-    value, least, greatest = (format(made[f"{key}{end}"], digits) for end in ("", "_min", "_max"))
-    return f"{value} ({least} to {greatest})"
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "digits"),
-    [
-        ("store_speed", "cold_mb_per_sec", ".0f"),
-        ("store_speed", "warm_mb_per_sec", ".0f"),
-        ("store_speed", "cold_over_download", ".2f"),
-        ("adopt_speed", "adopt_sec", ".1f"),
-        ("micro", "ema_speedup_vs_composer", ".2f"),
-        ("micro", "ema_speedup_vs_diffusers", ".2f"),
-        ("micro", "ema_speedup_vs_diffusers_foreach", ".2f"),
-        ("fid_speed", "total_speedup", ".2f"),
-    ],
-)
-def test_the_speeds_of_the_other_commands_are_those_of_their_records(name, key, digits):
-    made = record(name)
-    assert spread(made, key, digits) in PAGES["docs/benchmarks.md"] and made["commit"]
-
-
-def test_seconds_and_bytes_of_a_page_are_those_of_the_record():
-    made, num = record("page_speed"), 100_000
-    text = f"the page of {num:,} windows took {made[f'windows_{num}_sec']:.1f} s"
-    text += f", and the page has {made[f'windows_{num}_bytes'] / 1e6:.2f} MB"
-    assert text in flat("docs/looking.md") and made["commit"]
+def test_the_figures_of_the_pages_are_those_of_their_records():
+    spreads = {
+        "store_speed": {"cold_mb_per_sec": ".0f", "warm_mb_per_sec": ".0f", "cold_over_download": ".2f"},
+        "adopt_speed": {"adopt_sec": ".1f"},
+        "micro": {f"ema_speedup_vs_{other}": ".2f" for other in ("composer", "diffusers", "diffusers_foreach")},
+        "fid_speed": {"total_speedup": ".2f"},
+    }
+    adopted, start, page, demo = (record(name) for name in ("adopt_speed", "start", "page_speed", "shapes_cpu"))
+    clips = record("video_speed")["cases"][0]
+    texts = {
+        "docs/benchmarks.md": [
+            *(spread(record(name), key, digits) for name, keys in spreads.items() for key, digits in keys.items()),
+            f"reads {adopted['adopt_bytes_read']:,} of its {adopted['many_bytes']:,} bytes",
+            f"first step in {start['first_step_sec']:.1f} s",
+            f"in {start['first_step_alone_sec']:.1f} s with `python benchmark.py`",
+            f"delivers {spread(clips, 'ours_clips_per_sec', '.2f')} clips/s",
+        ],
+        "docs/looking.md": [
+            f"the page of 100,000 windows took {page['windows_100000_sec']:.1f} s, "
+            f"and the page has {page['windows_100000_bytes'] / 1e6:.2f} MB"
+        ],
+        "README.md": [f"after {demo['images_to_target']:,} images: {minutes_of(demo['seconds_to_target_with_eval'])}"],
+    }
+    assert [text for page, of_page in texts.items() for text in of_page if text not in flat(page)] == []
+    assert all(record(name)["commit"] for name in (*spreads, "page_speed"))
+    assert round(clips["ours_cpu_of_decoder"], 1) == 0.5  # the page says half of the processor time
 
 
 def test_the_table_of_bench_data_is_that_of_its_record():
@@ -599,16 +452,6 @@ def test_the_table_of_bench_data_is_that_of_its_record():
     assert f"need {cores[0]:.2f} cores for moments and {cores[1]:.1f} for JPEGs" in page
 
 
-def test_the_other_figures_of_the_benchmarks_are_those_of_their_records():
-    page, adopted, start = PAGES["docs/benchmarks.md"], record("adopt_speed"), record("start")
-    assert f"reads {adopted['adopt_bytes_read']:,} of its {adopted['many_bytes']:,} bytes" in page
-    assert f"first step in {start['first_step_sec']:.1f} s" in page
-    assert f"in {start['first_step_alone_sec']:.1f} s with `python benchmark.py`" in page
-    clips = record("video_speed")["cases"][0]
-    assert f"delivers {spread(clips, 'ours_clips_per_sec', '.2f')} clips/s" in page
-    assert round(clips["ours_cpu_of_decoder"], 1) == 0.5  # half of the processor time
-
-
 def test_the_cards_of_a_network_are_those_of_the_record():
     cards: dict[str, list[str]] = {}
     kinds = [("bf16", "fp32"), ("bf16_params", "bf16"), ("bf16_params", "8bit")]
@@ -616,17 +459,14 @@ def test_the_cards_of_a_network_are_those_of_the_record():
         if (row["precision"], row["states"]) in kinds:
             numbers = [row[f"cards_of_{gib}_gib"] for gib in (80, 139)]
             cards.setdefault(row["network"], []).append(" / ".join("-" if n is None else str(n) for n in numbers))
-    page = PAGES["docs/speed.md"]
     for network in ("flux dev", "mochi", "hunyuan_video", "wan i2v"):
-        [row] = [line for line in page.splitlines() if line.startswith(f"| {network}, ")]
+        [row] = [line for line in PAGES["docs/speed.md"].splitlines() if line.startswith(f"| {network}, ")]
         assert row.endswith(f" | {' | '.join(cards[network])} |")
-    for network in ("sd2", "sdxl", "wan t2v_1.3b"):
-        assert cards[network] == ["1 / 1"] * 3
+    assert all(cards[network] == ["1 / 1"] * 3 for network in ("sd2", "sdxl", "wan t2v_1.3b"))
 
 
 def test_the_names_that_the_texts_of_keys_give_are_those_of_the_code():
     texts = {key.name: key.text for key in keys_of(benchmark.RunConfig) if isinstance(key, Key)}
     assert typing.get_args(SamplerName) == SAMPLERS
-    assert all(re.search(rf"\b{family}\b", texts["model.family"]) for family in FAMILIES)
-    assert all(re.search(rf"\b{variant}\b", texts["model.variant"]) for variant in OBJECTIVES)
-    assert all(load_family("sd2", "tiny", name) for name in ("stock", "mlperf", "sd15"))
+    for key, names in {"model.family": FAMILIES, "model.variant": OBJECTIVES}.items():
+        assert all(re.search(rf"\b{name}\b", texts[key]) for name in names)
