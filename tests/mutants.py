@@ -38,155 +38,117 @@ TABLE = """
 1 | families/objectives.py | objectives | forward process: sign of the noise
 - signal * latents + sigma * noise
 + signal * latents - sigma * noise
-
 2 | families/objectives.py | objectives | times are drawn from 1 on
 - torch.randint(0, len(
 + torch.randint(1, len(
-
 3 | families/spec.py | sd2 model | posterior: variance for standard deviation
 - torch.exp(0.5 * logvar
 + torch.exp(logvar
-
 4 | families/spec.py | families model | latents: height and width exchanged
 - (self.latent_channels, height // self.pixels_per_latent, width // self.pixels_per_latent)
 + (self.latent_channels, width // self.pixels_per_latent, height // self.pixels_per_latent)
-
 5 | model.py | model | caption dropout at one and a half times its rate
 - < self.caption_dropout
 + < 1.5 * self.caption_dropout
-
 6 | model.py | model | every rank draws the same random numbers
 - {seed} {batch_index} {rank}"
 + {seed} {batch_index} 0"
-
 7 | model.py | model objectives | loss: the samples' weights are left out
 - outputs["weight"] * of_samples
 + of_samples
-
 8 | ema.py | ema | EMA: exponent of the power function one too small
 - ** (self._gamma + 1.0)
 + ** self._gamma
-
 9 | ema.py | ema | EMA: a step that the scaler skipped is averaged
 - if self._skipped:
 + if False:
-
 10 | training/optimizer.py | optimizer | warm-up one batch early
 - * batch / warmup_batches
 + * (batch + 1) / warmup_batches
-
 11 | callbacks/throughput.py | throughput | images_per_sec over all clocks
 - "images_per_sec": images / clocks["train"]
 + "images_per_sec": images / sum(seconds)
-
 12 | families/sampling.py | sampling generate | guidance: sign
 - predicted = unconditional + guidance
 + predicted = unconditional - guidance
-
 13 | model.py | generate | guidance: conditional rows first
 - torch.cat([empty[name], states])
 + torch.cat([states, empty[name]])
-
 14 | evaluation/fid.py | fid | FID: biased covariance
 - .T) / (n - 1)
 + .T) / n
-
 15 | families/sampling.py | sampling scorer | the last prompt is no rank's
 - return range(rank, num, world_size)
 + return range(rank, num - 1, world_size)
-
 16 | evaluation/clip_score.py | clip_score | CLIP score: sum over the batch instead of the features
 - text.double()).sum(dim=1)
 + text.double()).sum(dim=0)
-
 17 | evaluation/metrics.py | metrics | FID: what only fills the batch is measured
 - self.features.update(self.extractor(images)[:num], numbers)
 + self.features.update(self.extractor(images)[-num:], numbers)
-
 18 | evaluation/scorer.py | scorer | a partial score meets the target
 - if not self.is_of_scores or line["partial"]:
 + if not self.is_of_scores:
-
 19 | evaluation/scorer.py | interrupted_evaluation scorer | an evaluation that goes on leaves out a batch
 - num_done=progress.num_done
 + num_done=progress.num_done + 1
-
 20 | callbacks/periodic.py | scorer | evaluation time is added to that of training twice
 - self._owed_sec = time.monotonic() - began
 + self._owed_sec = began - time.monotonic()
-
 21 | checkpointing/files.py | checkpoints | a damaged checkpoint counts as whole
 - return None if is_as_named else
 + return None if True else
-
 22 | checkpointing/callback.py | checkpoints | a checkpoint is due one image late
 - now // every > before // every
 + (now - 1) // every > before // every
-
 23 | checkpointing/callback.py | checkpoints | one full checkpoint fewer is kept
 - [self.config.keep :]
 + [self.config.keep - 1 :]
-
 24 | checkpointing/content.py | checkpoints | the optimizer's parameters are not compared
 - if saved["names"] != _optimizer_names(model, optimizer):
 + if False:
-
 25 | checkpointing/content.py | checkpoints | a checkpoint at an epoch's end stays in that epoch
 - now = now.to_next_epoch()
 + pass
-
 26 | checkpointing/content.py | checkpoints | what a checkpoint lacks is not compared
 - if saved.get(key) != value and not
 + if saved.get(key, value) != value and not
-
 27 | ema.py | ema | EMA: steps since the last update are lost in a checkpoint
 - self._pending_steps, self._pending_images = state["pending_steps"], state["pending_images"]
 + self._pending_steps, self._pending_images = 0, 0
-
 28 | mds/reader.py | reader | an epoch ends one batch early
 - order[: len(order) // self.batch_size * self.batch_size]
 + order[: (len(order) // self.batch_size - 1) * self.batch_size]
-
 29 | mds/moments.py | reader data | an infinity among the moments counts as finite
 - .max() < 0x7C00 and
 + .max() <= 0x7C00 and
-
 30 | mds/reader.py | reader data | the sample behind the wanted one is read
 - (int(offset) + step) % shard_samples
 + (int(offset) + step + 1) % shard_samples
-
 31 | mds/cache.py | cache_space | room in the cache is made without the wanted shard
 - while self.limit and usage + needed > self.limit:
 + while self.limit and usage > self.limit:
-
 32 | mds/fetch.py | reader | digests are not compared
 - (digest := file_digest(path, expected[0])) != expected[1]
 + (digest := file_digest(path, expected[0])) == ""
-
 33 | mds/loader.py | data reader | a resume begins at as many samples as there were batches
 - self.dataset.resume(epoch, batch_in_epoch * global_batch_size)
 + self.dataset.resume(epoch, batch_in_epoch)
-
 34 | mds/dataset.py | dataset | index.json is not compared with dataset.json
 - if metadata.get("schema") == METADATA_SCHEMA and of_index != index.sha256:
 + if False:
-
 35 | run_folder/mlperf_log.py | mlperf_log | times of the log run backwards
 - time_ms = self._last_ms = max(time_ms, self._last_ms)
 + self._last_ms = time_ms
-
 36 | callbacks/mlperf_log.py | mlperf_log | an evaluation comes twice after a restart at its point
 - if count <= images}
 + if count < images}
-
 37 | callbacks/mlperf_log.py | mlperf_log | the learning rate is the next batch's
 - self.log.event("lr_abs", self._lr,
 + self.log.event("lr_abs", state.optimizers[0].param_groups[0]["lr"],
-
 38 | callbacks/mlperf_log.py | mlperf_log | a log that was closed is not moved to an earlier pass
 - reached["images"] < stop["samples_count"]
 + reached["images"] > stop["samples_count"]
-
 39 | reports/mlperf.py | reports_mlperf | olympic mean with the best run in it
 - sorted(values)[1 : len(values)
 + sorted(values)[0 : len(values)
@@ -217,10 +179,10 @@ class Mutant:
 def read_table(table: str = TABLE) -> list[Mutant]:
     """Return the mutants of the table."""
     found = []
-    for block in table.strip().split("\n\n"):
-        head, old, new = block.splitlines()
+    lines = table.strip().splitlines()
+    for head, old, new in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
         number, file, tests, what = head.split(" | ")
-        assert old.startswith("- ") and new.startswith("+ "), block
+        assert old.startswith("- ") and new.startswith("+ "), head
         names = tuple(f"tests/test_{name}.py" for name in tests.split())
         found.append(Mutant(int(number), file, names, what, old[2:], new[2:]))
     return found
@@ -233,10 +195,8 @@ def main(argv: Sequence[str]) -> int:
     mutants = read_table()
     numbers = given.get("numbers", ",".join(str(mutant.number) for mutant in mutants)).split(",")
     wanted = [mutant for mutant in mutants if str(mutant.number) in numbers]
-    passes, others = (
-        [given[key] for key in given if key == "pass"],
-        given.keys() - {"numbers", "record", "pass", "limit"},
-    )
+    passes = [given[key] for key in given if key == "pass"]
+    others = given.keys() - {"numbers", "record", "pass", "limit"}
     if others or (modes, passes) not in ((["list"], []), (["base"], []), ([], ["before"]), ([], ["after"])):
         print(f"mutants: '{' '.join(argv)}' is not possible.\n\n{__doc__}", file=sys.stderr)
         return 2
@@ -260,10 +220,8 @@ def run_base(wanted: Sequence[Mutant], limit_sec: int) -> int:
     for tests in dict.fromkeys(mutant.tests for mutant in wanted):
         outcome, by, seconds = outcome_of(None, tests, limit_sec)
         num_failed += outcome != "survived"
-        print(
-            f"{seconds:6.1f} s {' '.join(tests)}: {'passed' if outcome == 'survived' else f'{outcome} {by}'}",
-            flush=True,
-        )
+        text = "passed" if outcome == "survived" else f"{outcome} {by}"
+        print(f"{seconds:6.1f} s {' '.join(tests)}: {text}", flush=True)
     return int(num_failed > 0)
 
 
@@ -288,11 +246,11 @@ def run_pass(wanted: Sequence[Mutant], limit_sec: int, name: str, record: str) -
 
 def counts(lines: Sequence[dict]) -> dict[str, object]:
     """Return how many were killed, and what was not, by number and fault."""
-    others = {
-        kind: [f"{x['number']}: {x['what']}" for x in lines if x["outcome"] == kind]
-        for kind in ("survived", "timed out")
+    by_outcome = {
+        kind: [f"{line['number']}: {line['what']}" for line in lines if line["outcome"] == kind]
+        for kind in ("killed", "survived", "timed out")
     }
-    return {"killed": sum(line["outcome"] == "killed" for line in lines), **others}
+    return {**by_outcome, "killed": len(by_outcome["killed"])}
 
 
 def outcome_of(mutant: Mutant | None, tests: Sequence[str], limit_sec: int) -> tuple[str, str | None, float]:
@@ -326,10 +284,10 @@ def run_tests(tests: Sequence[str], tree: Path, temporary: Path, limit_sec: int)
         "pytest",
         "-x",
         "-q",
-        "-m",
-        "not slow and not gpu",
         "-p",
         "no:cacheprovider",
+        "-m",
+        "not slow and not gpu",
         *tests,
     ]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

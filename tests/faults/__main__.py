@@ -247,9 +247,8 @@ def apart(words: Sequence[str]) -> None:
         return
     os.environ[APART] = "1"
     inside = f'mount -t tmpfs tmpfs {SHARED_MEMORY} && exec "$@"'
-    os.execvp(
-        "unshare", ["unshare", "-m", "bash", "-c", inside, "faults", sys.executable, "-m", "tests.faults", *words]
-    )
+    again = [sys.executable, "-m", "tests.faults", *words]
+    os.execvp("unshare", ["unshare", "-m", "bash", "-c", inside, "faults", *again])
 
 
 def main(words: Sequence[str]) -> int:

@@ -33,9 +33,8 @@ CLOCK_BACK_SEC = 3600
 
 
 def hit(at: At, number: int, to: str, moment: str, halted: int, then: tuple[int, ...] = ()) -> Started:
-    """Send a signal, or several, when the run has come to a moment, and wait until nothing of it is left."""
-    run = at.start(f"{moment} {halted}")
-    run.halted()
+    """Send a signal, or several, when the run has come to a moment."""
+    run = at.halted(f"{moment} {halted}")
     for each in (number, *then):
         run.send(each, to)
         time.sleep(0.3)
@@ -43,12 +42,10 @@ def hit(at: At, number: int, to: str, moment: str, halted: int, then: tuple[int,
     return run
 
 
-def signalled(
-    number: int, to: str, moment: str, halted: int, at: At, then: tuple[int, ...] = (), end_sec: float = END_SEC
-) -> Verdict:
+def signalled(number: int, to: str, moment: str, halted: int, at: At, then: tuple[int, ...] = ()) -> Verdict:
     """Hit the run, see that all of it ends, and start it again."""
     run = hit(at, number, to, moment, halted, then)
-    return at.resumed(run, run.ended(end_sec))
+    return at.resumed(run)
 
 
 def cold_start(number: int, to: str, at: At) -> Verdict:
@@ -61,49 +58,45 @@ def cold_start(number: int, to: str, at: At) -> Verdict:
     for pid in run.children() if to == "ranks" else run.pids(to):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-    took = run.ended()
+    run.ended()
     at.cold = False
-    return at.resumed(run, took)
+    return at.resumed(run)
 
 
 def launcher_killed(moment: str, halted: int, at: At) -> Verdict:
     """Kill the launcher alone: its ranks train on. Meanwhile the same command is refused; afterwards the run is finished."""
-    run = at.start(f"{moment} {halted}")
-    run.halted()
+    run = at.halted(f"{moment} {halted}")
     run.send(signal.SIGKILL, "launcher")
     time.sleep(1.0)
     second = at.start()
-    took = second.ended()
+    second.ended()
     run.go()
     run.ended(RUN_SEC)
-    return at.refused(second, took, at.start())
+    return at.refused(second, at.start())
 
 
 def same_name_twice(moment: str, halted: int, at: At) -> Verdict:
     """Start the same command beside the run: it is refused, and the first goes on."""
-    run = at.start(f"{moment} {halted}")
-    run.halted()
+    run = at.halted(f"{moment} {halted}")
     second = at.start()
-    took = second.ended()
+    second.ended()
     run.go()
-    return at.refused(second, took, run)
+    return at.refused(second, run)
 
 
 def hit_and_resumed(
     at: At, moment: str, halted: int | str, act: Callable[[Started], object], end_sec: float = END_SEC
 ) -> Verdict:
     """Do something to the run at a moment, see that all of it ends, and start it again."""
-    run = at.start(f"{moment} {halted}")
-    run.halted()
+    run = at.halted(f"{moment} {halted}")
     act(run)
     run.go()
-    return at.resumed(run, run.ended(end_sec))
+    return at.resumed(run, end_sec)
 
 
 def slowed(moment: str, to: str, at: At) -> Verdict:
     """Stop a rank for some seconds."""
-    run = at.start(f"{moment} 0")
-    run.halted()
+    run = at.halted(f"{moment} 0")
     run.send(signal.SIGSTOP, to)
     run.go()
     time.sleep(SLOW_SEC)
@@ -126,7 +119,7 @@ def not_a_number(batch: int, at: At) -> Verdict:
     """Let one rank's loss be no number in a batch."""
     run = at.start(FAULTS_POISON=f"{batch} 1")
     run.process.wait(RUN_SEC * run.slack)
-    return at.resumed(run, run.ended())
+    return at.resumed(run)
 
 
 # --- memory ---
@@ -141,18 +134,16 @@ def memory_group(limit_bytes: int) -> Iterator[Path]:
     group = parent / name
     try:
         group.mkdir()
+        (group / limit).write_text(str(limit_bytes))
     except OSError as error:
-        raise Skipped(f"no cgroup can be made here: {error.strerror}") from error
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        raise Skipped(f"no cgroup with a limit of memory can be made here: {error.strerror}") from error
     try:
-        try:
-            (group / limit).write_text(str(limit_bytes))
-        except OSError as error:
-            raise Skipped(f"no cgroup with a limit of memory can be made here: {error.strerror}") from error
         yield group
     finally:
         with contextlib.suppress(OSError):
             wait_for(lambda: not (group / "cgroup.procs").read_text(), 30.0, "an empty cgroup")
-        with contextlib.suppress(OSError):
             group.rmdir()
 
 
@@ -196,16 +187,15 @@ def disk_full(moment: str, at: At) -> Verdict:
     if os.getuid() or subprocess.run(mount, capture_output=True, timeout=20).returncode:
         raise Skipped("no right to mount a small disk here")
     try:
-        run = at.start(f"{moment} 0")
-        run.halted()
+        run = at.halted(f"{moment} 0")
         filler = at.runs / "filler"
         with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
             while file.write(bytes(4096)):
                 pass
         run.go()
-        took = run.ended()
+        run.ended()
         filler.unlink()
-        return at.resumed(run, took)
+        return at.resumed(run)
     finally:
         at.close()
         subprocess.run(["umount", "-l", str(at.runs)], capture_output=True, timeout=20)
@@ -233,8 +223,7 @@ def store_away(at: At) -> Verdict:
     """Stop the store for some seconds while shards are fetched."""
     with from_store(at):
         at.more[-1] = "data.patience_sec=120"
-        run = at.start("fetch 1")
-        run.halted()
+        run = at.halted("fetch 1")
         at.setting.store.stop()
         run.go()
         time.sleep(AWAY_SEC)
@@ -245,16 +234,14 @@ def store_away(at: At) -> Verdict:
 def store_away_for_good(moment: str, at: At) -> Verdict:
     """Stop the store until the run has ended: before its start, or while shards are fetched."""
     with from_store(at):
-        run = None if moment == "start" else at.start(f"{moment} 1")
-        if run is not None:
-            run.halted()
+        run = None if moment == "start" else at.halted(f"{moment} 1")
         at.setting.store.stop()
         run = run or at.start()
         run.go()
         run.process.wait(RUN_SEC * run.slack)
-        took = run.ended()
+        run.ended()
         at.setting.store.heal()
-        return at.refused(run, took, at.start()) if moment == "start" else at.resumed(run, took)
+        return at.refused(run, at.start()) if moment == "start" else at.resumed(run)
 
 
 def store_slow(at: At) -> Verdict:
@@ -268,22 +255,20 @@ def store_wrong_bytes(heals: bool, at: At) -> Verdict:
     """Flip a bit in every shard of the store; put it right when the run has noticed, or when it has ended."""
     with from_store(at):
         store = at.setting.store
-        run = at.start("fetch 1")
-        run.halted()
+        run = at.halted("fetch 1")
         shards = {name: content for name, content in at.setting.stage.items() if name.endswith(".mds")}
         for name, content in shards.items():
             half = len(content) // 2
             store.put(f"{STORE_PREFIX}/{name}", content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :])
         run.go()
-        took = 0.0
         if heals:
             wait_for(lambda: "is damaged" in run.said or run.code is not None, 60.0 * run.slack, "a damaged shard")
         else:
             run.process.wait(RUN_SEC * run.slack)
-            took = run.ended()
+            run.ended()
         for name, content in shards.items():
             store.put(f"{STORE_PREFIX}/{name}", content)
-        return at.went_on(run) if heals else at.resumed(run, took)
+        return at.went_on(run) if heals else at.resumed(run)
 
 
 # --- the clock ---
@@ -299,8 +284,7 @@ def clock_back(moment: str, number: int | None, at: At) -> Verdict:
     clock.write_bytes(struct.pack("l", 0))
     at.environment = {"LD_PRELOAD": str(library), "FAULTS_CLOCK": str(clock)}
     at.cold = True
-    run = at.start(f"{moment} 0")
-    run.halted()
+    run = at.halted(f"{moment} 0")
     with open(clock, "r+b") as file:  # in place: it is mapped
         file.write(struct.pack("l", CLOCK_BACK_SEC))
     if number is None:
@@ -310,7 +294,7 @@ def clock_back(moment: str, number: int | None, at: At) -> Verdict:
         return verdict
     run.send(number, "0")
     run.go()
-    return at.resumed(run, run.ended())
+    return at.resumed(run)
 
 
 def shorter_than_its_training(run: Path) -> list[str]:
@@ -338,10 +322,10 @@ def other_schema(at: At) -> Verdict:
     shutil.copy(newest, aside)
     of_later = write_checkpoint(newest.parent, file_stem(FULL, content["progress"]["batch"]), {**content, "schema": 2})
     second = at.start()
-    took = second.ended()
+    second.ended()
     stays = of_later in list_checkpoints(of_later.parent, FULL)
     of_later.unlink()
     shutil.move(aside, newest)
-    verdict = at.refused(second, took, at.start())
+    verdict = at.refused(second, at.start())
     verdict.problems += [] if stays else ["the checkpoint of the later version is gone"]
     return verdict

@@ -47,10 +47,8 @@ def bits_lost(run: Path, whole: Path) -> int:
     """Count the bits in which a run's last checkpoint and its snapshots differ from those of the unbroken run."""
     lost = 0
     for kind in (FULL, WEIGHTS):
-        own, theirs = (
-            {path.name.rpartition("-")[0]: path for path in list_checkpoints(of / "checkpoints", kind)}
-            for of in (run, whole)
-        )
+        of_each = (list_checkpoints(of / "checkpoints", kind) for of in (run, whole))
+        own, theirs = ({path.name.rpartition("-")[0]: path for path in paths} for paths in of_each)
         wanted = sorted(theirs)[-1:] if kind == FULL else sorted(theirs)
         for name in wanted:
             there = read_checkpoint(theirs[name])
@@ -68,10 +66,8 @@ def record_problems(run: Path, whole: Path) -> Iterator[str]:
     """Say where metrics.jsonl is not the unbroken run's: a step twice, a step missing, another figure."""
     own, theirs = lines_of(run), lines_of(whole)
     for kind, keys in (("evaluation", SCORE), ("window", WINDOW)):
-        of_kind = [
-            [line for line in lines if bool(line.get("evaluation")) == (kind == "evaluation")]
-            for lines in (own, theirs)
-        ]
+        is_score = kind == "evaluation"
+        of_kind = [[line for line in lines if bool(line.get("evaluation")) == is_score] for lines in (own, theirs)]
         at = [[line["batch"] for line in lines] for lines in of_kind]
         if at[0] != at[1]:
             yield f"metrics.jsonl: {kind}s at batches {at[0]}, not {at[1]}"
@@ -151,8 +147,5 @@ def problems(run: Path, whole: Path) -> list[str]:
 def result_problems(own: str, whole: str) -> list[str]:
     """Compare two result lines, apart from their times."""
     both = [dict(word.partition("=")[::2] for word in line.split()) for line in (own, whole)]
-    return [
-        f"result: {key}={both[0].get(key)}, not {both[1].get(key)}"
-        for key in RESULT
-        if both[0].get(key) != both[1].get(key)
-    ]
+    pairs = {key: [of.get(key) for of in both] for key in RESULT}
+    return [f"result: {key}={ours}, not {theirs}" for key, (ours, theirs) in pairs.items() if ours != theirs]

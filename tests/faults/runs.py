@@ -48,11 +48,6 @@ class Skipped(Exception):
     """This machine cannot do a row; says why."""
 
 
-def run_name_of(row: str) -> str:
-    """Return the name of a row's run."""
-    return row.replace("_", "-")
-
-
 @dataclass
 class Started:
     """A start of a run: its processes, from outside."""
@@ -64,6 +59,8 @@ class Started:
     seen: dict[int, psutil.Process] = field(default_factory=dict)
     hit_at: float | None = None
     """When the first fault hit it."""
+    took_sec: float | None = None
+    """From then to the end of its last process."""
 
     @property
     def said(self) -> str:
@@ -138,15 +135,17 @@ class Started:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def ended(self, limit_sec: float = END_SEC) -> float:
-        """Wait until no process of it is left; return the seconds since it was hit. Raises TimeoutError: some lived on."""
+    def ended(self, limit_sec: float = END_SEC) -> None:
+        """Wait until no process of it is left. Raises TimeoutError: some lived on."""
+        if self.took_sec is not None:
+            return
         self.look()
         began, limit = time.monotonic(), limit_sec * self.slack
         while alive := [each for each in self.seen.values() if self._lives(each)]:
             if time.monotonic() - began > limit:
                 raise TimeoutError(f"{len(alive)} of its processes lived on for {limit:.0f} s: {self.said[-1000:]}")
             time.sleep(0.05)
-        return time.monotonic() - (self.hit_at or began)
+        self.took_sec = time.monotonic() - (self.hit_at or began)
 
     def _lives(self, process: psutil.Process) -> bool:
         if process.pid == self.process.pid:
@@ -226,12 +225,11 @@ class At:
 
     def __init__(self, setting: Setting, row: str, ranks: int = 2):
         self.setting, self.row, self.ranks = setting, row, ranks
-        self.name = run_name_of(row)
+        self.name = row.replace("_", "-")
         self.home = setting.home / self.name
         self.runs = self.home / "runs"
         self.home.mkdir()
         self.more: list[str] = []
-        self.own_words: list[str] | None = None
         self.environment: dict[str, str] = {}
         self.cold = False
         self.stack = contextlib.ExitStack()
@@ -244,8 +242,6 @@ class At:
 
     @property
     def words(self) -> list[str]:
-        if self.own_words is not None:
-            return self.own_words
         own = [*WORDS, f"data.local={self.home}/cache", *self.more]
         return self.setting.miniature.small(self.runs, self.name, *own)
 
@@ -265,12 +261,17 @@ class At:
         command = [*(["env"] if self.cold else []), *launcher, TRAINER, *self.words]
         own = {"FAULTS_FOLDER": str(folder), "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
         own |= {"FAULTS_AT": halt} if halt else {}
+        own |= self.environment | variables
         with open(folder / "said", "w") as said:
-            process = self.stack.enter_context(
-                started(*command, output=said.fileno(), **own, **self.environment, **variables)
-            )
+            process = self.stack.enter_context(started(*command, output=said.fileno(), **own))
         run = Started(process, folder, self.setting.slack)
         self.stack.callback(self._kill, run)
+        return run
+
+    def halted(self, moment: str) -> Started:
+        """Start the command, and wait until it has come to a moment (and rank)."""
+        run = self.start(moment)
+        run.halted()
         return run
 
     @staticmethod
@@ -284,49 +285,45 @@ class At:
 
     def finish(self, run: Started) -> None:
         """Wait for the end of a start that nothing stops. Raises RuntimeError, TimeoutError: it failed."""
+        limit_sec = RUN_SEC * self.setting.slack
         try:
-            run.process.wait(RUN_SEC * self.setting.slack)
+            run.process.wait(limit_sec)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(
-                f"it has not ended after {RUN_SEC * self.setting.slack:.0f} s: {run.said[-2000:]}"
-            ) from None
+            raise TimeoutError(f"it has not ended after {limit_sec:.0f} s: {run.said[-2000:]}") from None
         if run.code or not run.result:
             raise RuntimeError(f"it ended with {run.code}: {run.said[-3000:]}")
 
     # --- verdicts ---
 
-    def compared(
-        self, outcome: str, run: Started, hit: Started | None = None, ended_sec: float | None = None
-    ) -> Verdict:
+    def compared(self, outcome: str, run: Started, hit: Started) -> Verdict:
         """Compare the finished run with the unbroken one.
 
         Args:
             run: the start that finished it.
             hit: the start that was hit, or refused.
-            ended_sec: from the fault to its end.
         """
         whole, result = self.setting.whole(self.ranks)
         found = compare.problems(self.folder, whole) + compare.result_problems(run.result, result)
-        hit = run if hit is None else hit
-        return Verdict(outcome, found, compare.bits_lost(self.folder, whole), ended_sec, hit.said, hit.code)
+        return Verdict(outcome, found, compare.bits_lost(self.folder, whole), hit.took_sec, hit.said, hit.code)
 
     def went_on(self, run: Started) -> Verdict:
         """Wait for the end of a run that a fault has not ended, and compare."""
         self.finish(run)
-        return self.compared("went on", run)
+        return self.compared("went on", run, run)
 
-    def resumed(self, hit: Started, ended_sec: float) -> Verdict:
-        """Start the same command again, to its end, and compare."""
+    def resumed(self, hit: Started, end_sec: float = END_SEC) -> Verdict:
+        """Wait for the end of a run that was hit, start the same command again, to its end, and compare."""
+        hit.ended(end_sec)
         again = self.start()
         self.finish(again)
         outcome = "went on" if hit.code == 0 else "resumed"  # the fault came too late, or was none to it
-        return self.compared(outcome, again, hit, ended_sec)
+        return self.compared(outcome, again, hit)
 
-    def refused(self, refused: Started, ended_sec: float, run: Started) -> Verdict:
+    def refused(self, refused: Started, run: Started) -> Verdict:
         """Wait for the run's end, compare, and see that the other start was refused, by exit code 1 or 2."""
         self.finish(run)
         outcome = "refused" if refused.code in (1, 2) else f"not refused: exit code {refused.code}"
-        return self.compared(outcome, run, refused, ended_sec)
+        return self.compared(outcome, run, refused)
 
     def close(self) -> None:
         """End what is left of it."""

@@ -81,15 +81,17 @@ def is_training(model: LatentDiffusion, *_: Any) -> bool:
     return not isinstance(next(model.denoiser.parameters()), FakeTensor)
 
 
+def is_reached(target: QualityTarget, *_: Any) -> bool:
+    return target.reached is not None
+
+
 MOMENTS: dict[str, Callable[[], None]] = {
     "start": lambda: halting(benchmark, "find_standing", after=True),
     "first-step": lambda: halting(LatentDiffusion, "forward", when=is_training),
     "mid-epoch": lambda: halting(LatentDiffusion, "forward", call=MID_EPOCH, when=is_training),
     "evaluation": lambda: halting(generate, "generate_batch", call=2),
     "checkpoint": lambda: halting(DigestingFile, "write", when=is_half_written),
-    "target": lambda: halting(
-        QualityTarget, "batch_checkpoint", after=True, when=lambda self, *_: self.reached is not None
-    ),
+    "target": lambda: halting(QualityTarget, "batch_checkpoint", after=True, when=is_reached),
     "after": lambda: halting(benchmark, "end"),
     "data": lambda: halting(MomentsDataset, "read_batch", call=MID_EPOCH),  # in the loader's worker
     "fetch": lambda: halting(RetryingStream, "_download_shard", call=2),  # there too
