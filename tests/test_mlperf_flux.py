@@ -114,7 +114,7 @@ def test_the_recipes_are_the_benchmark_at_each_reference_point():
     assert {int(path.stem.rpartition("_")[2]) for path in RECIPES} == {p.global_batch_size for p in FLUX.list_points()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # torch, of bf16 on a CPU: the network is only traced
 def test_a_recipe_fits_on_the_gpus_that_it_names():
     """By the plan of 64 GPUs on eight machines, without encoders."""

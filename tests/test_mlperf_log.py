@@ -407,6 +407,8 @@ def test_a_run_whose_log_could_not_be_accepted_is_refused_before_it_starts(score
     check_refused("/old was trained before its log was begun, or it was cut. Leave it out, or", *words)
     (tmp_path / "old/mlperf.log").touch()  # a log that was emptied, to look as if the run began here
     check_refused("/old was trained before its log was begun", *words)
+    (tmp_path / "old/mlperf.log").write_text(":::MLLOG {}\n")
+    check_refused("/old/mlperf.log: line 1 of its log is no event of MLPerf's", *words)
 
 
 def test_the_closed_division_names_every_constant_that_differs(scored):

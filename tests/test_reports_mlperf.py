@@ -344,6 +344,8 @@ def test_a_run_that_cannot_count_is_left_out_and_the_others_are_reported(runs, t
     assert "run=f left out: a fixture: written from the published curves of MLPerf's reference: not a result.\n" in text
     assert re.search(r"^r1 +1 +success ", text, re.MULTILINE) and "no result: 1 runs of 10.\n" in text
     assert len(list((tmp_path / "out").rglob("result_*.txt"))) == 1
+    said(capsys, [fixture], tmp_path / "other")
+    assert not list((tmp_path / "other").rglob("result_*.txt"))
 
 
 def test_an_easier_target_after_the_end_makes_no_pass_of_a_run_that_failed(tmp_path):
