@@ -390,15 +390,17 @@ def test_an_evaluations_networks_come_by_name_too_and_score_a_run_later(hub, min
     commit = hub.add("easel/shapes", WEIGHTS)
     files = {"model.weights": "", "eval.inception": "/reader/model.safetensors", "eval.clip": "/clip/model.safetensors"}
     named = [f"{key}=hf://easel/shapes{file}" for key, file in files.items()]
-    own = ["max_duration=2ba", "save.snapshot_every_images=16", *named]
-    assert benchmark.main(miniature.small(tmp_path, "a", *own)) == 0, capsys.readouterr().err
-    assert not any("reader" in path for path in hub.sent)  # nothing was evaluated
-    _list_repo_files.cache_clear()  # another process
-    assert scoring.main([str(tmp_path / "a"), "eval.num_prompts=4"]) == 0, capsys.readouterr().err
-    [row] = [json.loads(line) for line in (tmp_path / "a/eval.jsonl").read_text().splitlines()]
-    assert row["fid"] > 0 and "clip" in row and hub.sent.count("reader/model.safetensors") == 1
+    named += ["eval.when=in_training", "eval.every_images=16", "eval.num_prompts=4", "save.snapshot_every_images=16"]
+    assert benchmark.main(miniature.small(tmp_path, "a", *named, "max_duration=2ba")) == 0, capsys.readouterr().err
     config = read_config(tmp_path / "a")
     assert {key: config[key] for key in files} == {key: f"easel/shapes@{commit}{file}" for key, file in files.items()}
+    metrics = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
+    assert any("fid" in line and "clip" in line for line in metrics)
+    hub.add("easel/shapes", {"README.md": b"all is new"})
+    hub.asked.clear()
+    _list_repo_files.cache_clear()  # another process
+    assert scoring.main([str(tmp_path / "a")]) == 0, capsys.readouterr().err
+    assert hub.asked == []
 
 
 def test_the_doctor_says_what_is_to_be_downloaded(hub, commit, stage, tmp_path, capsys):
