@@ -194,8 +194,7 @@ class ModelConfig:
     preset: str = "full"
     """full, or tiny: under 2 M parameters, for a CPU; ignores keys of GPU speed."""
     variant: str = "stock"
-    """stock; sd2: mlperf, sd15; sd3: medium, large; flux: dev, schnell, mlperf; flux2: dev, klein_4b, klein_9b; prx: flux,
-    dc_ae; sana: 1600m, 600m; wan: i2v, t2v, t2v_1.3b; shapes: flow, moving."""
+    """The family's version, e.g. mlperf, sd15, dev, large, t2v. stock: its first; a wrong one lists all."""
     weights: str | None = None
     """Frozen encoders: hub name, diffusers folder, LDM checkpoint, `random`, `shipped`. null: the family's; real data:
     the hub's; else random."""

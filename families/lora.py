@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from model import LatentDiffusion
 
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
-COMFYUI_PREFIXES = {"sd2": "lora_unet_", "sdxl": "lora_unet_", "flux": "lora_transformer_"}
-"""Family -> what a layer's name begins with in a file for ComfyUI."""
+COMFYUI_PREFIXES = {"sd2": "lora_unet_", "sdxl": "lora_unet_", "sd3": "lora_transformer_", "flux": "lora_transformer_"}
+COMFYUI_PREFIXES |= {"qwen_image": "lycoris_"}
+"""Family -> what a layer's name begins with in a file for ComfyUI: model_lora_keys_unet of its comfy/lora.py."""
 JOINT_ATTENTION = (*ATTENTION, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
 """Of a transformer whose blocks attend to text and image together: the text has separate projections."""
 

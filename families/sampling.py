@@ -220,8 +220,6 @@ def sample(
 ) -> Tensor:  # (N, C, h, w) -> (N, C, h, w)
     """Sample latents from noise, in float32 whatever precision the network uses.
 
-    Both predictions of classifier-free guidance come from one call of the network.
-
     Args:
         predict: (x, times) -> prediction of x's shape. With guidance other than 1 it gets 2N rows, the unconditional
             first; with guidance 1 the N conditional ones. `times` has one entry per row: int64, or float32 where the
@@ -233,7 +231,7 @@ def sample(
         guidance: guidance scale; 1 is none.
         zero_terminal_snr: of the objective that the network was trained on.
         shift, spacing, last_time: of a flow's times, see `build_scheduler`.
-        guide: (unconditional, conditional, guidance) -> the guided prediction.
+        guide: (unconditional, conditional, guidance) -> the guided prediction; both are from one call of the network.
         progress: called after every step with the steps done and their total.
         build: takes `build_scheduler`'s arguments, returns a new scheduler.
 

@@ -194,7 +194,7 @@ def test_moments_are_decoded_from_their_mean_by_the_vae_in_the_range_of_their_im
     stored = [row["moments"] for row in rows(encoded)[:2]]
     with torch.no_grad():
         for normalize in ("symmetric", "unit"):
-            for values, shown in zip(stored, look.decode_moments(vae, stored, normalize), strict=True):
+            for values, shown in zip(stored, look.decode_moments(family, vae, stored, normalize), strict=True):
                 image = vae.decode(torch.from_numpy(values[:4].astype(np.float32))[None]).sample[0]
                 unit = (image / 2 + 0.5 if normalize == "symmetric" else image).clamp(0, 1)
                 expected = (unit.permute(1, 2, 0).numpy() * 255).round()

@@ -244,11 +244,13 @@ def test_an_impossible_adapter_is_refused_with_what_is_possible(words, problem, 
     assert f"\n{problem}" in f"\n{capsys.readouterr().err}"
 
 
-def test_a_file_for_comfyui_has_its_names_for_flux_and_none_for_other_transformers():
+def test_a_file_for_comfyui_has_its_names_for_some_transformers_and_none_for_others():
     """For UNets: tests/test_lora_runs.py."""
-    names = lora.comfyui_tensors(with_adapter("flux", "dev"))
-    assert {name.partition(".")[0].startswith("lora_transformer_") for name in names} == {True}
-    assert "lora_transformer_transformer_blocks_0_attn_to_out_0.lora_up.weight" in names
+    prefixes = {("flux", "dev"): "lora_transformer_", ("sd3", "large"): "lora_transformer_"}
+    for (family, variant), prefix in (prefixes | {("qwen_image", "stock"): "lycoris_"}).items():
+        names = lora.comfyui_tensors(with_adapter(family, variant))
+        assert {name.partition(".")[0].startswith(prefix) for name in names} == {True}
+        assert f"{prefix}transformer_blocks_0_attn_to_out_0.lora_up.weight" in names
     text = r"^lora: comfyui, but ComfyUI does not find the layers of wan by their names here\. Possible"
     with pytest.raises(ConfigError, match=text):
         lora.comfyui_tensors(with_adapter("wan", "t2v"))
