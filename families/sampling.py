@@ -257,8 +257,7 @@ def sample(
         predicted = predict(rows, times[index].expand(len(rows))).float()
         assert predicted.shape == rows.shape, f"predict made {tuple(predicted.shape)} of {tuple(rows.shape)}"
         if copies == 2:
-            unconditional, conditional = predicted.chunk(2)
-            predicted = guide(unconditional, conditional, guidance)
+            predicted = guide(*predicted.chunk(2), guidance)
         x = scheduler.step(predicted, time, x, return_dict=False)[0]
         if progress is not None:
             progress(index + 1, len(times))
