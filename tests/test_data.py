@@ -29,8 +29,8 @@ def loader_of():
     """Build loaders that are closed when the test ends."""
     with contextlib.ExitStack() as loaders:
 
-        def build(stage, *, batch: int = 8, seed: int = 1, family=FAMILY, **config):
-            section = DataConfig(local=str(stage), **{"workers": 0, **config})
+        def build(local, *, batch: int = 8, seed: int = 1, family=FAMILY, **config):
+            section = DataConfig(local=str(local), **{"workers": 0, **config})
             given = dict(size=(64, 64), device_batch_size=batch, device=CPU, seed=seed)
             return loaders.enter_context(contextlib.closing(build_data(section, family, **given).dataloader))
 
