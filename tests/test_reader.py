@@ -68,13 +68,11 @@ def read_all(location, **arguments) -> list[dict]:
 
 def test_store_connections_are_closed_before_workers_can_inherit_them(moments, in_store, tmp_path):
     """A forked worker would share the parent's socket: wrong data from a healthy store."""
-    dataset = stream_of(tmp_path / "cache", remote=in_store(moments, "connections"))
-    [stream] = dataset.streams
+    stream = RetryingStream(remote=in_store(moments, "connections"), local=str(tmp_path / "cache"))
     stream.fetch_index()
     assert stream.client._client is not None
-    dataset = MomentsDataset(columns=[COLUMNS], streams=[stream], batch_size=5)
-    assert dataset.streams == [stream] and stream.client._client is None
-    dataset.close()
+    with contextlib.closing(MomentsDataset(columns=[COLUMNS], streams=[stream], batch_size=5)) as dataset:
+        assert dataset.streams == [stream] and stream.client._client is None
 
 
 @pytest.mark.parametrize("name", ["shard.00003.mds", "index.json"])
