@@ -56,7 +56,9 @@ QWEN = HEADS | dict(vocab_size=151936, rms_norm_eps=1e-6, max_position_embedding
 QWEN |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
 QWEN_4B = QWEN | dict(hidden_size=2560, intermediate_size=9728)
 QWEN_8B = QWEN | dict(hidden_size=4096, intermediate_size=12288)
-TINY_TEXT = dict(vocab_size=BYTE_VOCABULARY, hidden_size=16, intermediate_size=32, num_attention_heads=2, head_dim=8)
+TINY_TEXT: dict[str, Any] = dict(
+    vocab_size=BYTE_VOCABULARY, hidden_size=16, intermediate_size=32, num_attention_heads=2, head_dim=8
+)
 TINY_TEXT |= dict(num_key_value_heads=1, layers=(1, 2, 3))
 TINY_TRANSFORMER = dict(
     num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2, axes_dims_rope=(4,) * 4

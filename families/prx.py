@@ -155,7 +155,7 @@ def build_t5gemma(sizes: Mapping[str, Any]) -> nn.Module:
     """Build transformers' encoder of T5Gemma 2B with random weights, from torch's global generator."""
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaConfig, T5GemmaEncoder
 
-    whole = T5GemmaConfig(encoder=dict(sizes), decoder=dict(sizes), is_encoder_decoder=False)
-    encoder = T5GemmaEncoder(whole.encoder)
+    whole: Any = T5GemmaConfig(encoder=dict(sizes), decoder=dict(sizes), is_encoder_decoder=False)
+    encoder: Any = T5GemmaEncoder(whole.encoder)
     encoder.published_config = whole  # what diffusers' pipeline reads
     return encoder

