@@ -345,7 +345,11 @@ def test_a_reader_gives_the_reason_that_another_process_found(moments, copy, tmp
 
     assert in_child(fail_to_fetch) == 7
     shutil.copy(moments / "shard.00002.mds", copy)
-    *_, last = itertools.islice(dataset, BATCHES)
+    batches = iter(dataset)
+    *_, last = itertools.islice(batches, BATCHES)
+    batches.close()
+    assert settled(lambda: not fetchers(dataset))
+    dataset.close()
     assert last == {"failure": [(tmp_path / "reason").read_text()]}
     assert last["failure"][0].startswith(f"data: {copy}/shard.00002.mds cannot be read: ")
     assert len(read_all(tmp_path / "cache", remote=copy)) == BATCHES  # another run asks anew
