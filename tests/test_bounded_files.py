@@ -73,15 +73,16 @@ READERS: list[Callable[[Path], object]] = [
 """All that reads a run's folder: each returns, or says why not."""
 
 
-def test_no_reader_of_a_run_folder_waits_for_a_pipe(tmp_path):
+def test_no_reader_of_a_run_folder_waits_for_a_pipe_or_reads_a_device(tmp_path):
     run = copy_run(tmp_path)
     (run / "samples").mkdir(exist_ok=True)
     samples = ("samples/captions.txt", "samples/im000000000064.png", "samples/im000000000064.mp4")
-    for name in (*ALL_FILES, OVERRIDES, *samples):
+    rows = [*((name, "pipe") for name in (*ALL_FILES, OVERRIDES, *samples)), (CONFIG, "long"), (samples[0], "long")]
+    for name, what in rows:
         path = run / name
         content = path.read_bytes() if path.exists() else None
         path.unlink(missing_ok=True)
-        os.mkfifo(path)
+        ODD[what][0](path)
         for read in READERS:
             try:
                 read(run)
@@ -98,10 +99,11 @@ COMMANDS = """reports.study a.json; reports.study record.json b.md; reports.tabl
 ; evaluation.plots a.json out.png; evaluation.plots a.jsonl out.png; bench.ladder a.yaml; sweep a.yaml; benchmark a.yaml"""
 
 
-def test_a_command_refuses_a_pipe(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("what", ["pipe", "long"])
+def test_a_command_refuses_such_a_file(what, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("a.json", "a.jsonl", "a.png", "a.txt", "a.html", "a.yaml", "b.json", "b.md", "a.tsv"):
-        os.mkfifo(name)
+        ODD[what][0](Path(name))
     shutil.copyfile(ROOT / "reports/results/shapes_precision.json", "record.json")
     for command in COMMANDS.split("; "):
         name, *words = command.split()
