@@ -149,7 +149,7 @@ def test_arguments_are_literals_in_pythons_or_yamls_words():
         ("optimizer.name=torch.optim:SGD(lr=0.5)", "lr is an argument of it. Give optimizer.lr instead."),
         ("callbacks=['FOLDER/own.py:Bad']", "FOLDER/own.py:Bad raised RuntimeError: no luck (FOLDER/own.py, line 13)."),
         (
-            "algorithms=[{name: a}]",
+            'algorithms=[{"name":a}]',
             "{'name': 'a'} does not name a class. Possible: a text, or {class: ..., args: {...}}.",
         ),
         ("callbacks=five", "callbacks is 'five'. Possible: a list."),
@@ -177,9 +177,13 @@ def test_what_is_no_class_of_the_right_kind_is_refused_by_key_and_line(tmp_path,
 
 def test_what_would_be_wrong_without_a_word_ends_the_run(tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
-    for word, message in (
-        ("objective.name={}:One", "objective.name: losses() returned (). Return (8,), one loss a sample."),
-        ("callbacks=['{}:Odd']", "callbacks[0] Odd: its state_dict has a numpy.float64. Possible: tensors, numbers"),
+    for name, word, message in (
+        ("a", "objective.name={}:One", "objective.name: losses() returned (). Return (8,), one loss a sample."),
+        (
+            "b",
+            "callbacks=['{}:Odd']",
+            "callbacks[0] Odd: its state_dict has a numpy.float64. Possible: tensors, numbers",
+        ),
     ):
-        assert run(tmp_path, "b", word.format(tmp_path / "own.py")) == 1
+        assert run(tmp_path, name, word.format(tmp_path / "own.py")) == 1
         assert message in capsys.readouterr().err

@@ -126,10 +126,10 @@ def test_the_files_of_an_evaluations_networks_are_known_by_their_names(hub):
     others = {"config.json": b"{}", "model.safetensors": b"transformers' own", "open_clip_config.json": b"{}"}
     for names in ((safe, pickled), (pickled,)):
         hub.asked.clear()
-        commit = hub.add("laion/CLIP-tiny", {**others, **dict.fromkeys(names, b"weights")})
+        commit = hub.add("laion/CLIP-tiny", {**others, **{name: name.encode() for name in names}})
         fetched = fetch(f"laion/CLIP-tiny@{commit}", CLIP, key="eval.clip")
         assert str(fetched.name) == f"laion/CLIP-tiny@{commit}/{names[0]}"
-        assert names[0] in hub.sent and resolve_weights_path(str(fetched.name)).read_bytes() == b"weights"
+        assert names[0] in hub.sent and resolve_weights_path(str(fetched.name)).read_bytes() == names[0].encode()
     assert "config.json" not in hub.sent and "model.safetensors" not in hub.sent
 
     name = "pt_inception-2015-12-05-6726825d.pth"

@@ -85,8 +85,8 @@ def test_motion_is_read_as_it_was_drawn_and_an_object_stays_inside():
 
 
 def test_the_command_writes_videos_with_their_captions(tmp_path, capsys):
-    assert shapes.main([str(tmp_path), "world=moving", "num_images=3", "seed=3"]) == 0
-    with tarfile.open(tmp_path / "00000.tar") as tar:
+    assert shapes.main([str(tmp_path / "tars"), "world=moving", "num_images=3", "seed=3"]) == 0
+    with tarfile.open(tmp_path / "tars/00000.tar") as tar:
         files = {member.name: tar.extractfile(member).read() for member in tar.getmembers()}
     scene = draw_moving_scene(2, 3)
     assert files["000000002.txt"].decode() == scene.caption
