@@ -17,6 +17,7 @@ import benchmark
 from eval import main as eval_main
 from evaluation.table import read_rows
 from families.packing import pack, unpack
+from families.pipeline_files import collect_networks
 from families.shapes.networks import END
 from model import LatentDiffusion
 
@@ -60,6 +61,11 @@ def test_the_whole_caption_is_the_state_at_its_end_mark(tiny):
     ends = (tokens == END).int().argmax(dim=1)
     assert ends.tolist() == [13, 4, 1, 15]
     assert torch.equal(states["pooled"], states["text"][torch.arange(4), ends])
+
+
+def test_an_export_that_would_be_another_pipelines_is_refused(tiny):
+    with pytest.raises(ValueError, match="^model.variant: flow of shapes is not exported: "):
+        collect_networks(tiny.family, tiny.denoiser, tiny.frozen)
 
 
 @pytest.mark.slow
