@@ -152,6 +152,7 @@ def test_arguments_are_literals_in_pythons_or_yamls_words():
             'algorithms=[{"name":a}]',
             "{'name': 'a'} does not name a class. Possible: a text, or {class: ..., args: {...}}.",
         ),
+        ("loggers.classes=[3]", "'3' does not name a class. Give path/to/file.py:Class"),
         ("callbacks=five", "callbacks is 'five'. Possible: a list."),
         (
             "model.family=FOLDER/good.py:MyDiT objective.name=FOLDER/own.py:One",

@@ -57,10 +57,8 @@ DOES_NOT_FIT = [
         "model.family: unknown family 'sd4'. Known: flux, flux2, hunyuan_video, mochi, prx, qwen_image, sana, sd2, sd3, ",
     ),
     ("flux image_size=[64,72]", "image_size: 64 x 72 px does not fit flux. Both sides have to be multiples of 16."),
-    (
-        "flux objective.weighting=min_snr",
-        "objective.weighting: min_snr, but a flow has no noise schedule that it could",
-    ),
+    ("sdxl objective.prediction=flow", "objective.prediction: sdxl cannot be trained on 'flow'. Possible: epsilon, v."),
+    ("flux objective.weighting=min_snr", "objective.weighting: min_snr, but a flow has no noise schedule that it"),
     (
         "flux samples.prompts=a.tsv samples.every_images=8 eval.sampler=ddim",
         "eval.sampler: ddim does not sample a flow.",

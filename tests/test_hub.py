@@ -385,6 +385,13 @@ def test_what_is_wrong_with_names_is_said_at_once_before_anything_is_built(hub, 
     assert not (tmp_path / "a").exists() and hub.sent == []
 
 
+def test_weights_of_another_model_are_refused_when_they_are_here(hub, commit, stage, tmp_path, capsys):
+    assert benchmark.main(words(stage, tmp_path, f"model.weights={REPO}", "model.variant=sd15")) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("model.weights: text: ") and "does not fit" in line for line in lines)
+    assert not (tmp_path / "a").exists()
+
+
 def test_an_evaluations_networks_come_by_name_too_and_score_a_run_later(hub, miniature, tmp_path, capsys):
     """The miniature's own weights as a model on the hub. Its CLIP pair has its text encoder in a folder beside it."""
     commit = hub.add("easel/shapes", WEIGHTS)
