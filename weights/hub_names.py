@@ -43,7 +43,7 @@ FLUX2_DEV = "black-forest-labs/FLUX.2-dev"
 FLUX2_KLEIN_4B, FLUX2_KLEIN_9B = (f"black-forest-labs/FLUX.2-klein-base-{size}" for size in ("4B", "9B"))
 MOCHI, HUNYUAN_VIDEO = "genmo/mochi-1-preview", "hunyuanvideo-community/HunyuanVideo"
 WAN_I2V, WAN_T2V = "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "Wan-AI/Wan2.1-T2V-14B-Diffusers"
-WAN_T2V_SMALL = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+WAN_T2V_SMALL, WAN_TI2V = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
 IMAGE_MODELS: tuple[str, ...] = (SD35_MEDIUM, SD35_LARGE, PRX_FLUX, PRX_DC_AE, SANA_1600M, SANA_600M, QWEN_IMAGE)
 IMAGE_MODELS += (FLUX2_DEV, FLUX2_KLEIN_4B, FLUX2_KLEIN_9B)
 VIDEO_MODELS = (MOCHI, HUNYUAN_VIDEO, WAN_I2V, WAN_T2V, WAN_T2V_SMALL)
@@ -56,7 +56,7 @@ MIRRORS = {
 }
 """Repositories that their owners have withdrawn -> a copy by others."""
 CLIP_MODELS = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "laion/CLIP-ViT-L-14-laion2B-s32B-b82K")
-WELL_KNOWN = (*MIRRORS.values(), SDXL, FLUX_DEV, FLUX_SCHNELL, *IMAGE_MODELS, *VIDEO_MODELS, *CLIP_MODELS)
+WELL_KNOWN = (*MIRRORS.values(), SDXL, FLUX_DEV, FLUX_SCHNELL, *IMAGE_MODELS, WAN_TI2V, *VIDEO_MODELS, *CLIP_MODELS)
 WELL_KNOWN_OWNERS = {name.partition("/")[0] for name in (*WELL_KNOWN, *MIRRORS)}
 
 
