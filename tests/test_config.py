@@ -61,13 +61,10 @@ def problems(*argv: str, check=lambda config: []) -> list[str]:
 def test_defaults_then_yaml_then_command_line(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text("batch: 16\noptimizer:\n  lr: 1e-3\n  name: sgd\n")
-    config = read(str(path), "optimizer.lr=2e-4")
-    assert config == Outer(batch=16, optimizer=Inner(lr=2e-4, name="sgd"))
-    assert read("batch=1", "--batch_size", "2", "batch=3").batch == 3
+    assert read(str(path), "optimizer.lr=2e-4") == Outer(batch=16, optimizer=Inner(lr=2e-4, name="sgd"))
 
 
 def test_the_first_key_of_a_section_creates_it_and_null_removes_it():
-    assert read("logger.project=easel").logger == Optional(project="easel")
     assert read("logger.project=easel", "logger=null", "batch=2").logger is None
     assert read("logger.project=a", "logger=null", "logger.project=b").logger == Optional("b")
 
@@ -84,10 +81,9 @@ def test_printed_configuration_reads_back_as_the_same(tmp_path: Path):
     [
         ("--use_flag batch=2", Outer(flag=True, batch=2)),
         ("--use_flag true", Outer(flag=True)),
-        ("--use_flag=true", Outer(flag=True)),
-        ("--use-flag", Outer(flag=True)),
+        ("--use-flag=true", Outer(flag=True)),
         ("--batch_size 4 --use_flag --preset b", Outer(batch=4, flag=True, text="y")),
-        ("--preset a", Outer(text="x", batch=3)),
+        ("batch=1 --batch_size 2 batch=3", Outer(batch=3)),
     ],
 )
 def test_a_flag_takes_the_next_word_unless_it_is_bare(words: str, expected: Outer):
@@ -100,17 +96,13 @@ def test_a_flag_takes_the_next_word_unless_it_is_bare(words: str, expected: Oute
         (["lr=1"], "unknown key 'lr'. Did you mean 'optimizer.lr'?"),
         (
             ["zzz=1"],
-            "unknown key 'zzz'. Known: batch, flag, logger, optimizer, scale, text, workers. --print_config shows every key.",
+            "unknown key 'zzz'. Known: batch, flag, logger, optimizer, scale, text, workers. --print_config shows",
         ),
         ([f"{'k' * 5000}=1"], f"unknown key '{'k' * 60}... (5,000 characters)'. Known: "),
-        (["batch=many"], "batch is 'many'. Possible: an integer."),
         (["batch=1.5"], "batch is 1.5. Possible: an integer."),
-        (["batch=null"], "batch is null. Possible: an integer."),
         (["batch=???"], "batch is '???'. Possible: an integer."),
-        (["batch=[0]"], "batch is [0]. Possible: an integer."),
         (["--batch_size", "many"], "--batch_size (batch) is 'many'. Possible: an integer."),
         (["flag=3"], "flag is 3. Possible: true or false."),
-        (["text=???"], "text is '???'. Possible: a text (in quotes where it looks like a number) or null."),
         (["optimizer.name=adam"], "optimizer.name is 'adam'. Possible: one of adamw, sgd."),
         (["optimizer.betas=[0.9]"], "optimizer.betas is [0.9]. Possible: a list of 2 numbers."),
         (["optimizer=sgd"], "optimizer is 'sgd'. Possible: a section with the keys lr, share, name, betas."),
@@ -131,13 +123,13 @@ def test_an_invalid_word_is_refused_with_what_is_possible(words: list[str], mess
     assert problems(*words)[0].startswith(f"command line: {message}")
 
 
-@pytest.mark.parametrize("text", ["0123", "20261120_1316", "12:30:45", "1e3", "true", "a=b"])
-def test_a_text_on_the_command_line_stays_as_it_was_typed(text: str):
-    assert read(f"text={text}").text == text
-    assert read("text=null").text is None and read("text='null'").text == "null"
+def test_a_text_on_the_command_line_stays_as_it_was_typed():
+    for text in ("0123", "20261120_1316", "12:30:45", "1e3", "true", "a=b"):
+        assert read(f"text={text}").text == text
+    assert read("text=null").text is read("text=Null").text is None and read("text='null'").text == "null"
 
 
-@pytest.mark.parametrize("text", ["#x", "~", "a #b", "&x a", "---", "--- a", "!!str a", "!!null a", "!"])
+@pytest.mark.parametrize("text", ["#x", "~", "a #b", "&x a", "--- a", "!!null a", "!"])
 def test_what_yaml_would_drop_of_a_word_is_text(text: str, monkeypatch):
     assert read(f"text={text}").text == read(f"text='{text}'").text == read(f'text="{text}"').text == text
     for key, possible in (("batch", "an integer"), ("optimizer.lr", "a number or null"), ("flag", "true or false")):
@@ -151,22 +143,19 @@ def test_what_yaml_would_drop_of_a_word_is_text(text: str, monkeypatch):
     [
         (
             "batch: [1\n",
-            "cannot be read as YAML: line 2, column 1: while parsing a flow sequence: did not find expected ',' or ']'.",
+            "cannot be read as YAML: line 2, column 1: while parsing a flow sequence: did not find expected",
         ),
         ("- batch\n", "holds a list. A run is a mapping of keys to values."),
         ("batch: 1\nbatch: 2\n", "cannot be read as YAML: line 2, column 1: while constructing a mapping: found dup"),
-        ("a: *b\n", "cannot be read as YAML: line 1, column 4: found undefined alias."),
         ("a: !o 1\n", "cannot be read as YAML: line 1, column 4: could not determine a constructor for the tag '!o'."),
         ("text: 0123\n", "text is 83. Possible: a text (in quotes where it looks like a number) or null."),
-        ("optimizer:\n  lrr: 1\n", "unknown key 'optimizer.lrr'. Did you mean 'optimizer.lr'?"),
     ],
 )
 def test_an_invalid_yaml_is_refused_with_its_name_and_line(tmp_path: Path, content: str, message: str):
-    path = tmp_path / "run.yaml"
+    path, other = tmp_path / "run.yaml", tmp_path / "other.yaml"
     path.write_text(content)
     [problem] = problems(str(path))
     assert problem.startswith(f"{path}: {message}")
-    other = tmp_path / "other.yaml"
     assert problems(str(other)) == [f"{other}: no such file. In {tmp_path}: run.yaml."]
 
 
@@ -198,39 +187,29 @@ def test_an_unreadable_word_is_reported_without_the_checks_across_keys(words: li
         pytest.fail("the missing words may matter")
 
     assert len(problems(*words, check=check)) == 1
-    assert len(problems(*words, "flag=7", check=check)) == 2
+    with_others = problems(*words, "optimizer.lr=fast", "zzz=1", "flag=7", "optimizer.lr=1e-3", check=check)
+    expected = ["optimizer.lr is 'fast'", "unknown key 'zzz'", "flag is 7"]
+    assert {f"command line: {text}" for text in expected} < {text.split(". ")[0] for text in with_others}
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
         ("batch=0", "batch is 0. Possible: 1 and up."),
-        ("batch='0'", "batch is '0'. Possible: 1 and up."),
         (f"batch={'9' * 400}", f"batch is {'9' * 60}... (400 characters). Possible: 1 to 1,000,000,000,000."),
-        ("workers=-1", "workers is -1. Possible: 0 to 512 or one of auto or null."),
         ("workers=513", "workers is 513. Possible: 0 to 512 or one of auto or null."),
         ("workers=1.5", "workers is 1.5. Possible: an integer or one of auto or null."),
         ("optimizer.lr=0", "optimizer.lr is 0. Possible: above 0 or null."),
         ("optimizer.lr=.nan", "optimizer.lr is nan. Possible: above 0 or null."),
         ("optimizer.lr=1e400", "optimizer.lr is inf. Possible: above 0, to 1e+30 or null."),
-        ("batch=.inf", "batch is inf. Possible: an integer."),
         (
             f"optimizer.name={'a' * 300}",
             f"optimizer.name is '{'a' * 59}... (302 characters). Possible: one of adamw, sgd.",
         ),
-        (
-            f"optimizer.betas=[0.9, 1{'0' * 400}]",
-            f"optimizer.betas is [0.9, 1{'0' * 53}... (408 characters). Possible: -1,000,000,000,000 to 1,000,000,000,000.",
-        ),
-        ("optimizer.share=1.5", "optimizer.share is 1.5. Possible: 0 to 1."),
         ("optimizer={share: 2}", "optimizer.share is 2. Possible: 0 to 1."),
         (f"scale=[1, {'9' * 400}]", f"scale is [1, {'9' * 56}... (405 characters). Possible: -1,000,000,000,000 to "),
         ('text="a\\0b"', "text is 'a\\x00b'. Possible: a text without control characters and line ends or null."),
         ('logger={tags: ["\\e[2J"]}', "logger.tags is ['\\x1b[2J']. Possible: a text without control "),
-        (
-            f"text={'a/' * 2500}",
-            f"text is '{'a/' * 29}a... (5,002 characters). Possible: at most 1,024 bytes, 255 between ",
-        ),
         (f"text={'a' * 256}", f"text is '{'a' * 59}... (258 characters). Possible: at most 1,024 bytes, 255 between "),
     ],
 )
@@ -243,32 +222,14 @@ def test_the_limits_themselves_are_possible_and_an_address_may_have_long_parts()
     assert read("batch=1", "workers=512", "workers=0", "optimizer.share=1.0", f"text={'a' * 255}").workers == 0
     assert read("batch=1000000000000", "workers=auto", "optimizer.lr=1e-300").workers == "auto"
     assert read(f"text=s3://bucket/{'a' * 600}", "scale=.inf").scale == float("inf")
-    assert read("text=Null").text is None and read("optimizer.lr=null").optimizer.lr is None
 
 
 def test_the_error_has_the_configuration_if_only_a_check_across_keys_failed():
-    def check(config: Outer) -> list[Problem]:
-        return [Problem("batch: 9 is too large.", ("batch",))]
-
     def config_in_error(*words: str) -> Outer | None:
         with pytest.raises(ConfigError) as error:
-            read(*words, check=check)
+            read(*words, check=lambda config: [Problem("batch: 9 is too large.", ("batch",))])
         return error.value.config
 
     assert config_in_error("batch=9", "text=x") == Outer(batch=9, text="x")
-    for unreadable in ("zzz=1", "batch=many", "ema.decay=0.9", "--batchsize=9", "none.yaml", "batch="):
+    for unreadable in ("batch=many", "--batchsize=9", "none.yaml"):
         assert config_in_error("text=x", unreadable) is None
-    assert ConfigError(["anything"]).config is None
-
-
-def test_all_problems_of_names_and_types_are_reported_at_once_and_nothing_is_checked_across_keys():
-    def check(config: Outer) -> list[Problem]:
-        raise AssertionError
-
-    words = ["optimizer.lr=fast", "zzz=1", "batch=many", "flag=7", "batch=3", "optimizer.lr=1e-3"]
-    assert [text.split(". ")[0] for text in problems(*words, check=check)] == [
-        "command line: optimizer.lr is 'fast'",
-        "command line: unknown key 'zzz'",
-        "command line: batch is 'many'",
-        "command line: flag is 7",
-    ]

@@ -1,26 +1,24 @@
 """Random command lines and YAML files: each gives a configuration or readable problems, and nothing else.
 
-    FUZZ_EXAMPLES=2000 FUZZ_SEED=1 python -m pytest -q tests/test_fuzz_config.py      # some minutes
+    FUZZ_EXAMPLES=2000 python -m pytest -q tests/test_fuzz_config.py      # some minutes, other examples each time
 
-Without FUZZ_SEED the examples are always the same. A command line goes through parser, types, limits and all checks across
-keys, but not through the estimate of the memory, which traces a network.
+A command line goes through parser, types, limits and all checks across keys, but not through the estimate of the memory,
+which traces a network.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import os
 import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
-import yaml
 from conftest import ROOT, picture
-from hypothesis import HealthCheck, Phase, event, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import config as configuration
@@ -35,7 +33,6 @@ from prepare import adopt, fid_statistics, latents, look, shards
 from training.config import ALIASES, RunConfig, resolve
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
-SEED = os.environ.get("FUZZ_SEED")
 MAX_PROBLEM = 3000  # characters
 
 # --- what is typed ---
@@ -64,46 +61,27 @@ def fitting(hint: Any) -> st.SearchStrategy[str]:
 
 
 @functools.cache
-def named(schema: type) -> st.SearchStrategy[str]:
-    """A key with a value, every second time one that fits."""
+def words_of(schema: type) -> st.SearchStrategy[str]:
+    """A key with a value, every second time one that fits; or a word without a key: misspelt, a flag, or neither."""
     keys = schema_keys(schema)
-    return st.sampled_from(sorted(keys)).flatmap(
+    named = st.sampled_from(sorted(keys)).flatmap(
         lambda key: st.one_of(fitting(keys[key]), ODD).map(lambda value: f"{key}={value}")
     )
+    misspelt = st.builds("{}{}=1".format, st.sampled_from(sorted(keys)), ODD)
+    flags = st.sampled_from((*(f"--{name}" for name in ALIASES), "--print_config", "--", "-x", "=", "=1", "a.yaml"))
+    unnamed = st.one_of(misspelt, st.builds("{}={}".format, st.one_of(flags, ODD), ODD), flags, ODD)
+    return st.integers(0, 7).flatmap(lambda number: named if number else unnamed)
 
 
-@functools.cache
-def unnamed(schema: type) -> st.SearchStrategy[str]:
-    """A word without a key of this schema: misspelt, a flag, or neither."""
-    keys, flags = sorted(schema_keys(schema)), (*(f"--{name}" for name in ALIASES), "--print_config", "--batchsize")
-    misspelt = st.builds(
-        lambda key, at, odd: f"{key[:at]}{odd}{key[at:]}=1", st.sampled_from(keys), st.integers(0, 9), ODD
-    )
-    words = st.sampled_from((*flags, "--", "-x", "=", "=1", "a.yaml", "FILE.yml"))
-    return st.one_of(misspelt, st.builds("{}={}".format, st.one_of(st.sampled_from(flags), ODD), ODD), words, ODD)
-
-
-ANY_VALUE = st.sampled_from((None, True, 3, 1.5, "a: b", [1, "a"], {"a": [0]}))
 SLIPS = ("\t", "  ", "\n", "[", "]", "{", ":", "- ", "&a ", "*a", "\x00", "\ufeff", "#", "|\n", "'", "${", "---\n")
-FILES = ["a: &a\n  b: *a\n", "", "- a\n", "3\n", "---\n---\n"]
+FILES = ["a: &a\n  b: *a\n", "", "- a\n", "3\n", "---\n---\n", "a: [1, a]\nseed: {a: 0}\n", "optimizer:\n  lr: true\n"]
 FILES += [path.read_text() for path in sorted((ROOT / "yamls").glob("*.yaml"))]
 
 
 @st.composite
-def yaml_files(draw: st.DrawFn, schema: type) -> bytes:
+def yaml_files(draw: st.DrawFn) -> bytes:
     """A file as it is meant, or with slips: cut, flipped, a line twice, misplaced letters."""
-    if draw(st.booleans()):
-        text = draw(st.sampled_from(FILES))
-    else:
-        keys = draw(st.lists(st.sampled_from(sorted(schema_keys(schema))), max_size=4))
-        tree: dict[str, Any] = {}
-        for key in keys:
-            *sections, name = key.split(".")
-            inner = tree
-            for section in sections:
-                inner = inner.setdefault(section, {}) if isinstance(inner.get(section, {}), dict) else {}
-            inner[name] = draw(st.one_of(ANY_VALUE, fitting(schema_keys(schema)[key])))
-        text = yaml.safe_dump(tree, allow_unicode=True)
+    text = draw(st.sampled_from(FILES))
     for _ in range(max(0, draw(st.integers(-2, 3)))):
         at, kind = draw(st.integers(0, len(text))), draw(st.sampled_from(("cut", "slip", "twice", "flip", "indent")))
         lines = text.splitlines(keepends=True)
@@ -115,158 +93,104 @@ def yaml_files(draw: st.DrawFn, schema: type) -> bytes:
             "flip": text[:at] + text[at : at + 1].swapcase() + chr(draw(st.integers(0, 0x2FF))) + text[at + 2 :],
             "indent": "".join([*lines[:line], " ", *lines[line:]]),
         }[kind]
-    encoding = draw(st.sampled_from(("utf-8", "utf-8", "utf-8", "utf-16", "latin-1")))
-    return text.encode(encoding, errors="replace")
+    return text.encode(draw(st.sampled_from(("utf-8", "utf-8", "utf-16", "latin-1"))), errors="replace")
 
 
 # --- the outcome ---
 
 
-def quick(config: RunConfig) -> list[configuration.Problem]:
-    wanted = expected_metadata(config.model, config.data, config.size)
-    return quick_problems(config, config.data.problems(config.global_batch_size, *wanted))
-
-
 def run_of(words: list[str]) -> Any:
-    config = load(RunConfig, parse_command_line(words, ALIASES), check=quick)
-    resolved = resolve(config)
+    def quick(config: RunConfig) -> list[configuration.Problem]:
+        wanted = expected_metadata(config.model, config.data, config.size)
+        return quick_problems(config, config.data.problems(config.global_batch_size, *wanted))
+
+    resolved = resolve(load(RunConfig, parse_command_line(words, ALIASES), check=quick))
     assert resolve(resolved) == resolved
     return resolved
 
 
-def scored(kind: Literal["run", "images"]) -> Callable[[list[str]], Any]:
-    def read(words: list[str]) -> Any:
-        command = parse_command_line(words, ALIASES, takes_arguments=True)
-        place = "RUN" if kind == "run" else "IMAGES"
-        return evaluation.read_source_config(EvalSource(str(PLACES[place]), PLACES[place], kind), command)
-
-    return read
+def scored(words: list[str]) -> Any:
+    folder = Path(words[0])
+    source = EvalSource(str(folder), folder, "run" if folder.name == "RUN" else "images")
+    return evaluation.read_source_config(source, parse_command_line(words[1:], ALIASES, takes_arguments=True))
 
 
-def command_of(schema: type, check: Callable[[Any], Any] = lambda config: []) -> Callable[[list[str]], Any]:
-    return lambda words: load(schema, parse_command_line(words, {}), check=check)
-
-
-COMMANDS: dict[str, tuple[type, Callable[[list[str]], Any]]] = {
-    "benchmark": (RunConfig, run_of),
-    "eval run": (evaluation.EvalCommand, scored("run")),
-    "eval images": (evaluation.EvalCommand, scored("images")),
-    "latents": (latents.LatentsConfig, command_of(latents.LatentsConfig, latents.check)),
-    "shards": (shards.ShardsConfig, command_of(shards.ShardsConfig, lambda config: [])),
-    "statistics": (
-        fid_statistics.FidStatisticsConfig,
-        command_of(fid_statistics.FidStatisticsConfig, fid_statistics.check),
-    ),
-    "adopt": (adopt.AdoptConfig, command_of(adopt.AdoptConfig)),
-    "look": (look.LookConfig, command_of(look.LookConfig)),
+TINY = "model.preset=tiny image_size=64"
+CHECKS: dict[type, Callable[[Any], Any]] = {
+    latents.LatentsConfig: latents.check,
+    fid_statistics.FidStatisticsConfig: fid_statistics.check,
+    **dict.fromkeys((shards.ShardsConfig, adopt.AdoptConfig, look.LookConfig), lambda config: []),
 }
-PLACES: dict[str, Path] = {}
-BASE = {
-    "benchmark": ["run_folder=FOLDER", "model.preset=tiny", "image_size=64", "global_batch_size=8", "data.synthetic=true"],
-    "eval run": ["eval.prompts=PROMPTS", "eval.clip=random", "model.preset=tiny", "image_size=64"],
-    "eval images": ["eval.prompts=PROMPTS", "eval.clip=random", "out=FOLDER"],
-}  # fmt: skip
-"""Words with which a command is possible, for every second example."""
-COMMON = ("benchmark", "benchmark", "benchmark", "eval run", "eval images")
+COMMANDS: list[tuple[type, Callable[[list[str]], Any], list[str], str]] = [
+    *3 * [(RunConfig, run_of, [], f"{TINY} run_folder=FOLDER global_batch_size=8 data.synthetic=true")],
+    (evaluation.EvalCommand, scored, ["RUN"], f"{TINY} eval.prompts=PROMPTS eval.clip=random"),
+    (evaluation.EvalCommand, scored, ["IMAGES"], "eval.prompts=PROMPTS eval.clip=random out=FOLDER"),
+    *(
+        (schema, lambda words, schema=schema: load(schema, parse_command_line(words, {}), check=CHECKS[schema]), [], "")
+        for schema in CHECKS
+    ),
+]
+"""Keys, command, first words, and words with which it is possible, for every second example."""
 
 
 @st.composite
-def command_lines(draw: st.DrawFn, among: tuple[str, ...]) -> tuple[str, list[str], bytes | None]:
-    """Command, words, and what its YAML file holds: `run.yaml`, or the config.yaml of the run that is scored."""
-    name = draw(st.sampled_from(among))
-    schema = COMMANDS[name][0]
-    base = BASE.get(name, []) if draw(st.booleans()) else []
-    words = [*base, *draw(st.lists(named(schema), max_size=2 if base else 6))]
-    if draw(st.integers(0, 3)) == 0:
-        words.insert(draw(st.integers(0, len(words))), draw(unnamed(schema)))
-    has_file = draw(st.integers(0, 2)) == 0 and name != "eval images"
-    content = draw(yaml_files(RunConfig if name == "eval run" else schema)) if has_file else None
-    return name, words, content
+def command_lines(draw: st.DrawFn) -> tuple[Callable[[list[str]], Any], list[str], bytes | None]:
+    """A command, its words, and what its YAML file holds: `run.yaml`, or the config.yaml of the run that is scored."""
+    schema, command, first, base = draw(st.sampled_from(COMMANDS))
+    words = base.split() if draw(st.booleans()) else []
+    words += draw(st.lists(words_of(schema), max_size=2 if words else 6))
+    return command, [*first, *words], draw(yaml_files()) if draw(st.integers(0, 2)) == 0 else None
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files and folders that the words name."""
     folder = tmp_path_factory.mktemp("fuzz")
     for name in ("FOLDER", "IMAGES", "RUN"):
-        PLACES[name] = folder / name
-        PLACES[name].mkdir()
+        (folder / name).mkdir()
     (folder / "IMAGES" / "1.png").write_bytes(picture(1, kind="PNG"))
     (folder / "FILE").write_text("nothing\n")
     (folder / "PROMPTS").write_text("image_id\tid\tcaption\n1\t1\ta cat\n2\t2\ta dog\n")
     (folder / "LOOP").symlink_to(folder / "LOOP")
     os.mkfifo(folder / "PIPE")
-    PLACES.update({name: folder / name for name in ("FILE", "PIPE", "LOOP", "PROMPTS")})
     return folder
-
-
-def placed(word: str) -> str:
-    """The word with the names of files in their places."""
-    for name, path in PLACES.items():
-        word = word.replace(name, str(path))
-    return word
-
-
-def write_yaml(name: str, words: list[str], content: bytes | None, folder: Path) -> list[str]:
-    (folder / "RUN" / "config.yaml").write_bytes(content or b"run_folder: runs\n")
-    if content is None or name == "eval run":
-        return words
-    (folder / "run.yaml").write_bytes(content)
-    return [str(folder / "run.yaml"), *words]
-
-
-def is_plain(line: str) -> bool:
-    return all(ord(letter) >= 32 for letter in line)
-
-
-def names_a_key(problem: str) -> bool:
-    """True where it begins with a key or file and a reason follows."""
-    where, colon, text = problem.partition(":")
-    return bool(colon and where.strip() and text.strip())
-
-
-ABOUT = settings(
-    max_examples=EXAMPLES,
-    derandomize=SEED is None,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate] if SEED is None else [Phase.generate, Phase.shrink],
-    suppress_health_check=list(HealthCheck),
-    print_blob=False,
-)
-seeded: Callable[[Any], Any] = seed(int(SEED)) if SEED else lambda function: function
 
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """An address is as far as a command line goes: no store is asked."""
-
-    def away(remote: str, *_: Any) -> None:
-        raise ConnectionError(f"no network here for {remote}")
-
-    monkeypatch.setattr(stage, "download_once", away)
+    monkeypatch.setattr(stage, "download_once", Mock(side_effect=ConnectionError("no network here")))
 
 
 @pytest.mark.timeout(150 if EXAMPLES <= 300 else 7200, func_only=True)
 @pytest.mark.usefixtures("no_network")
-@seeded
-@settings(ABOUT)
-@given(example=command_lines((*COMMON, *COMMANDS)))
-def test_any_command_line_gives_a_configuration_or_readable_problems(places, example):
-    name, words, content = example
-    words = write_yaml(name, [placed(word) for word in words], content, places)
-    printed = io.StringIO()
+@settings(
+    max_examples=EXAMPLES,
+    derandomize=EXAMPLES <= 300,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@given(example=command_lines())
+def test_any_command_line_gives_a_configuration_or_readable_problems(folder, capsys, example):
+    command, words, content = example
+    for path in sorted(folder.iterdir()):
+        words = [word.replace(path.name, str(path)) if path.name.isupper() else word for word in words]
+    (folder / "RUN" / "config.yaml").write_bytes(content or b"run_folder: runs\n")
+    if content is not None and command is not scored:
+        (folder / "run.yaml").write_bytes(content)
+        words = [str(folder / "run.yaml"), *words]
     try:
-        with contextlib.redirect_stdout(printed):
-            config = COMMANDS[name][1](words)
+        config = command(words)
     except ConfigError as error:
-        event(f"{name}: refused")
         assert error.problems
         for problem in error.problems:
-            assert is_plain(problem) and names_a_key(problem) and len(problem) < MAX_PROBLEM, repr(problem)
+            where, _, text = problem.partition(":")  # a key or file, and a reason
+            assert where.strip() and text.strip() and len(problem) < MAX_PROBLEM, repr(problem)
+            assert all(ord(letter) >= 32 for letter in problem), repr(problem)
     else:
-        event(f"{name}: possible")
-        (places / "again.yaml").write_text(to_yaml(config))
-        again = load(type(config), parse_command_line([str(places / "again.yaml")], {}), check=lambda config: [])
+        (folder / "again.yaml").write_text(to_yaml(config))
+        again = load(type(config), parse_command_line([str(folder / "again.yaml")], {}), check=lambda config: [])
         assert to_yaml(again) == to_yaml(config)
-    assert printed.getvalue() == ""
+    assert capsys.readouterr().out == ""

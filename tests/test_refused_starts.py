@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,14 +12,14 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import wandb
-from conftest import ROOT, TINY_RUN, tree
+from conftest import ROOT, TINY_RUN
 
 import benchmark
-from checkpointing.files import FULL, list_checkpoints
 from common import errors
 from common.errors import ConfigError
 from mds.cache import ShardCache
@@ -56,56 +57,35 @@ def test_a_cache_that_a_run_of_another_stage_uses_is_refused_and_leaves_no_folde
     """The other stage is an earlier version of this one: most of its shards are the same, or all of them are."""
     cache, earlier = tmp_path / "cache", shutil.copytree(miniature.moments, tmp_path / "earlier")
     index = json.loads((earlier / "index.json").read_text())
-    assert len(index["shards"]) > 2
-    del index["shards"][len(index["shards"]) - num_fewer :]
+    index["shards"] = index["shards"][: len(index["shards"]) - num_fewer]
     (earlier / "index.json").write_text(json.dumps(index, indent=1))
     in_use = ShardCache([RetryingStream(remote=str(earlier), local=str(cache))])
     in_use.ensure_shard(0)
-    words = miniature.small(tmp_path / "runs" / "deep", "a", f"data.local={cache}")
     before = everything(tmp_path)
+    words = miniature.small(tmp_path / "runs" / "deep", "a", f"data.local={cache}")
     output = refused(capsys, *words, code=1)  # a new start may find the other run ended
     assert everything(tmp_path) == before
-    assert output.endswith(
-        f"data.local: {cache} is in use by a run that reads another data set. Give each data set a separate folder.\n"
+    problem = (
+        f"data.local: {cache} is in use by a run that reads another data set. Give each data set a separate folder."
     )
+    assert output.endswith(f"{problem}\n")
     in_use.close()
 
 
-LATE_REFUSALS = {  # where in a start something is found after the run's folder was taken: as what, and the exit code
-    "build_networks": (ValueError("model.weights: they do not fit. Take others."), 2),
-    "build_batches": (StreamFailure("data: s3://b/index.json is away."), 1),
-    "build_learning": (OSError(28, "No space left on device"), 1),
-    "build_trainer": (SystemExit(143), 143),
-}
-
-
-@pytest.mark.parametrize("place", LATE_REFUSALS)
-def test_whatever_ends_a_start_no_run_folder_stays(miniature, tmp_path, capsys, monkeypatch, place):
-    """A cache that was begun by then stays: the next start continues it."""
-    error, code = LATE_REFUSALS[place]
-
-    def fails(*arguments, **more):
-        raise error
-
-    monkeypatch.setattr(benchmark, place, fails)
-    assert benchmark.main(miniature.small(tmp_path / "runs", "a", f"data.local={tmp_path}/caches/a")) == code
+@pytest.mark.parametrize(
+    ("function", "error", "code"),
+    [
+        ("build_networks", ValueError("model.weights: they do not fit. Take others."), 2),
+        ("build_batches", StreamFailure("data: s3://b/index.json is away."), 1),
+        ("build_trainer", SystemExit(143), 143),
+    ],
+)
+def test_whatever_ends_a_start_no_run_folder_stays(miniature, tmp_path, capsys, monkeypatch, function, error, code):
+    """Found after the run's folder was taken. A cache that was begun by then stays: the next start continues it."""
+    monkeypatch.setattr(benchmark, function, Mock(side_effect=error))
+    words = miniature.small(tmp_path / "runs", "a", f"data.local={tmp_path}/caches/a")
+    refused(capsys, *words, code=code)
     assert {path.partition("/")[0] for path in everything(tmp_path)} <= {"caches"}
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_a_begun_runs_folder_stays_as_it_was(miniature, tmp_path, capsys, monkeypatch):
-    words = miniature.small(tmp_path, "a", "save.every_images=8", "max_duration=2ba")
-    assert benchmark.main(words) == 0 and list_checkpoints(tmp_path / "a" / "checkpoints", FULL)
-    (tmp_path / "a" / ".lock").unlink()  # as a run of an older version
-    before = tree(tmp_path)
-    capsys.readouterr()
-
-    def fails(*arguments, **more):
-        raise ValueError("objective: no such thing. Take another.")
-
-    monkeypatch.setattr(benchmark, "build_learning", fails)
-    assert refused(capsys, *words, "max_duration=4ba") == "objective: no such thing. Take another.\n"
-    assert tree(tmp_path) == before
 
 
 # --- loggers ---
@@ -126,54 +106,49 @@ def wandb_at(tmp_path, monkeypatch):
     return at
 
 
-NO_GPU = (
-    "devices: there is no GPU here, but NVIDIA_VISIBLE_DEVICES=all asks for some. Was the container started without --gpus "
-    "all? Start it with that (the host needs NVIDIA's container toolkit), in a pod with a limit of nvidia.com/gpu; or say "
-    "CUDA_VISIBLE_DEVICES= to run on the CPU."
-)
-
-
 def test_a_container_without_its_gpus_is_named_in_one_line(monkeypatch, tmp_path, capsys):
     """A run for GPUs and one for a CPU, the doctor, and whatever else asks for the device."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    problem = "devices: there is no GPU here, but NVIDIA_VISIBLE_DEVICES=all asks for some. Was the container started "
     for words in (["yamls/sd2_512_synthetic.yaml"], SYNTHETIC):
-        assert refused(capsys, *words, f"run_folder={tmp_path}/runs") == f"{NO_GPU}\n"
+        output = refused(capsys, *words, f"run_folder={tmp_path}/runs")
+        assert output.startswith(problem) and output.count("\n") == 1
     assert everything(tmp_path) == {}
     result = next(checks.check_devices(1))
-    assert (result.level, f"devices: {result.text}") == ("error", NO_GPU)
+    assert (result.level, f"devices: {result.text}\n") == ("error", output)
     for build in (build_device, encoder.configure_device):
         with pytest.raises(ConfigError, match=r"^devices: there is no GPU here"):
             build("fp32")
 
 
 @pytest.mark.parametrize(
-    ("variables", "hip", "text"),
+    ("nvidia", "cuda", "hip", "text"),
     [
-        ({"NVIDIA_VISIBLE_DEVICES": "void"}, None, None),
-        ({"NVIDIA_VISIBLE_DEVICES": "all", "CUDA_VISIBLE_DEVICES": ""}, None, None),
-        ({"NVIDIA_VISIBLE_DEVICES": "all", "CUDA_VISIBLE_DEVICES": "0"}, None, "started without --gpus all?"),
-        ({"NVIDIA_VISIBLE_DEVICES": "GPU-8a4b"}, None, "NVIDIA_VISIBLE_DEVICES=GPU-8a4b asks for some."),
-        ({}, None, None),
-        ({}, "7.2", "started without its devices? Start it with --device /dev/kfd"),
-        ({"CUDA_VISIBLE_DEVICES": ""}, "7.2", None),
+        ("void", None, None, None),
+        ("all", "", None, None),
+        ("all", "0", None, "started without --gpus all?"),
+        ("GPU-8a4b", None, None, "NVIDIA_VISIBLE_DEVICES=GPU-8a4b asks for some."),
+        (None, None, None, None),
+        (None, None, "7.2", "started without its devices? Start it with --device /dev/kfd"),
+        (None, "", "7.2", None),
     ],
 )
-def test_gpus_are_missing_where_the_environment_asks_for_some(monkeypatch, variables, hip, text):
+def test_gpus_are_missing_where_the_environment_asks_for_some(monkeypatch, nvidia, cuda, hip, text):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "hip", hip)
-    for name in ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+    for name, value in {"NVIDIA_VISIBLE_DEVICES": nvidia, "CUDA_VISIBLE_DEVICES": cuda}.items():
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+        if value is not None:
+            monkeypatch.setenv(name, value)
     problem = missing_gpus()
     assert problem is None if text is None else text in (problem or "")
 
 
-def test_without_a_login_at_wandb_the_run_logs_offline_and_reports_it(wandb_at, tmp_path, capsys, monkeypatch):
-    """An empty key is no login. No server is asked. The key in netrc is one."""
+def test_without_a_login_at_wandb_the_run_logs_offline_and_reports_it(wandb_at, capsys, monkeypatch):
+    """An empty key is no login. No server is asked."""
     monkeypatch.setattr(loggers, "_refusal", lambda *args: pytest.fail("asked"))
     for key in (None, ""):
         config = wandb_at("https://api.wandb.ai", key)
@@ -182,14 +157,11 @@ def test_without_a_login_at_wandb_the_run_logs_offline_and_reports_it(wandb_at, 
             "loggers.wandb: https://api.wandb.ai is not asked: this machine has no login there (WANDB_API_KEY is not set): "
             "logged offline. Send it with wandb sync runs/a/wandb/offline-run-*\n"
         )
-    assert wandb_at("https://wandb.example.org:8443/base/", "k" * 40).problems() == []
-    wandb_at("https://api.wandb.ai", None)
-    (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {4 * '1234567890'}\n")
-    assert loggers._wandb_login() == ("https://api.wandb.ai", 4 * "1234567890")
 
 
 def test_the_server_and_the_key_of_wandbs_own_files_count(wandb_at, tmp_path, monkeypatch):
     """`wandb login --host` writes the server into the user's file, and the key into netrc."""
+    assert wandb_at("https://wandb.example.org:8443/base/", "k" * 40).problems() == []
     wandb_at("", None)
     monkeypatch.delenv("WANDB_BASE_URL")
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
@@ -199,37 +171,24 @@ def test_the_server_and_the_key_of_wandbs_own_files_count(wandb_at, tmp_path, mo
     assert loggers._wandb_login() == ("https://wandb.example.org", 8 * "12345")
 
 
-NOT_VALID = (
-    "loggers.wandb: W&B's settings are not valid (not shown, there may be a key in them). Set WANDB_BASE_URL to https://HOST "
-    "and WANDB_API_KEY to a key, or neither, and run `wandb login`.\n"
-)
-
-
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_an_invalid_address_or_key_of_wandb_is_refused_unseen(wandb_at, tmp_path, capsys, mode):
-    invalid = [
-        "nonsense",
-        "",
-        "localhost:8080",
-        "ftp://x",
-        "http://",
-        "http://h:99999",
-        "https://[::1",
-        "https://wandb.ai",
-    ]
-    invalid += ["https://x/?token=SECRET", "https://x ", "k" * 40]
-    invalid += ["https://user:SECRET@host", "user:SECRET@host", "https://SECRET@host", "https://user:SE/CRET@host"]
-    keys = [40 * "\u043a", 20 * "k" + "\n" + 20 * "k"]
-    for address, key in [
-        *((address, "k" * 40) for address in invalid),
-        *(("https://wandb.ai.example", key) for key in keys),
-    ]:
+    invalid = (
+        "nonsense localhost:8080 ftp://x http:// http://h:99999 https://[::1 https://wandb.ai https://x/?token=SECRET"
+    )
+    invalid += " https://user:SECRET@host https://user:SE/CRET@host"
+    pairs = [(address, "k" * 40) for address in [*invalid.split(), "", "https://x ", "k" * 40]]
+    pairs += [("https://wandb.ai.example", key) for key in (40 * "\u043a", 20 * "k" + "\n" + 20 * "k")]
+    not_valid = (
+        "loggers.wandb: W&B's settings are not valid (not shown, there may be a key in them). Set WANDB_BASE_URL "
+    )
+    for address, key in pairs:
         wandb_at(address, key)
         [(name, text)] = LoggersConfig(wandb=WandbConfig(project="p", mode=mode)).problems()
-        assert f"{name}: {text}\n" == NOT_VALID, address
+        assert f"{name}: {text}".startswith(not_valid) and "SE" not in text.removeprefix(not_valid), address
     wandb_at("nonsense", "k" * 40)
-    assert refused(capsys, *SYNTHETIC, "--wandb_project", "p", f"run_folder={tmp_path}/runs") == NOT_VALID
-    assert everything(tmp_path) == {}
+    output = refused(capsys, *SYNTHETIC, "--wandb_project", "p", f"run_folder={tmp_path}/runs")
+    assert output.startswith(not_valid) and output.count("\n") == 1 and everything(tmp_path) == {}
 
 
 @pytest.mark.parametrize(("status", "mode"), [(200, "online"), (503, "offline"), (401, None), (None, "offline")])
@@ -241,28 +200,23 @@ def test_the_answer_of_wandbs_server_decides(wandb_at, capsys, monkeypatch, stat
         def do_POST(self):
             assert self.path == "/graphql" and "Authorization" in self.headers
             if status is None:
-                time.sleep(3.0)
+                time.sleep(1.5)
                 return
             self.send_response(status)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        def log_message(self, *arguments):
-            pass
-
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         config = wandb_at(address, "k" * 40)
-        if mode is None:
-            with pytest.raises(ConfigError, match=f"loggers.wandb: {address} rejected this machine's login. "):
-                wandb_mode(config, Path("runs/a"))
-        else:
+        problem = pytest.raises(ConfigError, match=f"loggers.wandb: {address} rejected this machine's login. ")
+        with problem if mode is None else contextlib.nullcontext():
             assert wandb_mode(config, Path("runs/a")) == mode
         server.shutdown()
     output = capsys.readouterr().err
     assert (" logged offline. Send it with wandb sync runs/a/wandb/offline-run-*\n" in output) == (mode == "offline")
-    assert status != 503 or output.startswith(f"loggers.wandb: {address} answers with 503: logged offline. ")
+    assert status != 503 or f"loggers.wandb: {address} answers with 503: logged offline. " in output
 
 
 # --- shared memory ---
@@ -271,13 +225,11 @@ def test_the_answer_of_wandbs_server_decides(wandb_at, capsys, monkeypatch, stat
 def test_too_little_shared_memory_is_refused_with_the_figure(miniature, tmp_path, capsys):
     """A real one: no machine has that much of it."""
     words = miniature.small(tmp_path, "a", f"data.local={tmp_path}/c", f"global_batch_size={10**9}")
-    [problem] = [
-        line for line in refused(capsys, *words, "data.workers=4").splitlines() if line.startswith("/dev/shm: ")
-    ]
-    assert re.match(
-        r"/dev/shm: 14 batches of [\d.e+]+ GiB: [\d.e+]+ GiB there; [\d.e+]+ GiB, [\d.e+]+ free\. A worker would die of "
+    assert re.search(
+        r"^/dev/shm: 14 batches of [\d.e+]+ GiB: [\d.e+]+ GiB there; [\d.e+]+ GiB, [\d.e+]+ free\. A worker would die of "
         r"a bus error\. Enlarge it \(docker run --shm-size=16g",
-        problem,
+        refused(capsys, *words, "data.workers=4"),
+        re.MULTILINE,
     )
     assert everything(tmp_path) == {}
     assert "/dev/shm" not in refused(capsys, *words, "data.workers=0")
@@ -315,11 +267,7 @@ GLOO = "[x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms fo
         (ValueError("loss: nan. Lower it."), True, "loss: nan. Lower it."),
         (StreamFailure("data: away."), True, "data: away."),
         (RuntimeError(GLOO), True, f"{GLOO} Another rank has not come to where this one waits for it: "),
-        (
-            NotADirectoryError(20, "Not a directory", "/dev/null/x"),
-            True,
-            "NotADirectoryError: [Errno 20] Not a directory: ",
-        ),
+        (NotADirectoryError(20, "Not a directory", "/x"), True, "NotADirectoryError: [Errno 20] Not a directory: "),
         (wandb.errors.UsageError("no"), True, "UsageError: "),
         (lambda: json.loads("x"), False, "JSONDecodeError: Expecting value: "),
         (AssertionError("never"), False, "AssertionError: never"),

@@ -43,6 +43,10 @@ def batches_written(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+def stalled_ranks(stalled: str, words: list[str]) -> list[str]:
+    return ["composer", "-n", "2", "tests/stalled_ranks.py", stalled, str(STALLED_AFTER), *words]
+
+
 def stopped(folder: Path, number: int, to: str, *command: str) -> tuple[int, str]:
     """Run a command, and when its data has stalled signal a rank, or every process of the job; return how it ended.
 
@@ -77,8 +81,7 @@ def test_a_signal_while_ranks_wait_for_data_saves_the_last_batch_and_stops_all(
 ):
     """Bit for bit the unbroken run's third batch; the resumed run ends as that one does."""
     words = words_of(tmp_path, "a", *more)
-    command = ["composer", "-n", "2", "tests/stalled_ranks.py", stalled, str(STALLED_AFTER), *words]
-    code, message = stopped(tmp_path / "a", number, to, *command)
+    code, message = stopped(tmp_path / "a", number, to, *stalled_ranks(stalled, words))
     assert code == 128 + number, message
     [path] = list_checkpoints(tmp_path / "a" / "checkpoints", FULL)
     name = signal.Signals(number).name
@@ -107,7 +110,5 @@ def test_a_signal_while_ranks_wait_for_data_saves_the_last_batch_and_stops_all(
 )
 def test_one_ranks_end_is_that_of_all_with_one_message(words_of, tmp_path, number, every_images, code, text):
     words = words_of(tmp_path, "a", f"save.every_images={every_images}")
-    command = ["composer", "-n", "2", "tests/stalled_ranks.py", "1", str(STALLED_AFTER), *words]
-    result, message = stopped(tmp_path / "a", number, "1", *command)
-    assert result == code, message
-    assert text in message and "Traceback" not in message, message
+    result, message = stopped(tmp_path / "a", number, "1", *stalled_ranks("1", words))
+    assert result == code and text in message and "Traceback" not in message, message

@@ -16,11 +16,14 @@ from training.health import RankTiming
 class Clock:
     """perf_counter under control."""
 
-    def __init__(self):
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now
+
+
+def state() -> State:
+    return State(model=torch.nn.Linear(1, 1), rank_zero_seed=0, run_name="x", device=DeviceCPU())
 
 
 class Run:
@@ -30,19 +33,17 @@ class Run:
         self.clock = Clock()
         monkeypatch.setattr(module.time, "perf_counter", self.clock)
         self.callback = Throughput(MeasureConfig(**config), flops_per_image=2e12, peak=100.0)
-        self.state = State(model=torch.nn.Linear(1, 1), rank_zero_seed=0, run_name="x", device=DeviceCPU())
+        self.state = state()
         self.callback.fit_start(self.state, None)
 
     def event(self, name: str, seconds: float = 0.0) -> None:
         getattr(self.callback, name)(self.state, None)
         self.clock.now += seconds
 
-    def batch(
-        self, *, train: float, wait: float = 0.0, evaluate: float = 0.0, other: float = 0.0, images: int = 8
-    ) -> None:
+    def batch(self, *, train: float, wait: float = 0.0, evaluate: float = 0.0, other: float = 0.0) -> None:
         self.event("before_dataloader", wait)
         self.event("after_dataloader", train)
-        self.state.timestamp = self.state.timestamp.to_next_batch(samples=images)
+        self.state.timestamp = self.state.timestamp.to_next_batch(samples=8)
         self.event("batch_end", other)
         if evaluate:
             with self.callback.evaluating():
@@ -53,7 +54,10 @@ class Run:
         self.state.timestamp = self.state.timestamp.copy(batch=batch, sample=8 * batch)
         self.callback.fit_start(self.state, None)
 
-    def finish(self) -> dict:
+    def finish(self, *seconds: float) -> dict:
+        """The result after batches of so many seconds."""
+        for train in seconds:
+            self.batch(train=train)
         self.event("epoch_end")
         self.event("fit_end")
         return self.callback.result()
@@ -65,15 +69,20 @@ def test_each_second_goes_to_one_clock_and_only_train_feeds_images_per_sec(monke
     run.batch(train=1.0, wait=0.5, evaluate=30.0, other=2.0)
     run.batch(train=3.0, wait=0.5)
     [window] = run.callback.windows
-    assert (window["train_sec"], window["data_wait_sec"]) == (4.0, 8.0)
-    assert (window["eval_sec"], window["other_sec"]) == (30.0, 2.0)
-    assert (window["images_per_sec"], window["images_per_sec_wall"]) == (16 / 4.0, 16 / 44.0)
-    assert window["data_wait_frac"] == 8.0 / 12.0
+    expected = {
+        "train_sec": 4.0,
+        "data_wait_sec": 8.0,
+        "eval_sec": 30.0,
+        "other_sec": 2.0,
+        "data_wait_frac": 8.0 / 12.0,
+    }
+    assert window.items() >= {**expected, "images_per_sec": 16 / 4.0, "images_per_sec_wall": 16 / 44.0}.items()
 
 
 def test_the_wall_figure_is_all_images_over_all_time_from_warm_up_to_the_last_checkpoint(monkeypatch):
     """One long evaluation among many windows: the median over windows would not show it."""
-    run = Run(monkeypatch, window_batches=2, warmup_batches=2)
+    run, taken = Run(monkeypatch, window_batches=2, warmup_batches=2), []
+    run.callback.rank_timing = lambda: taken.append(1) or (1.0, 0.5)  # is read once a window
     run.clock.now += 4.0  # an evaluation that was owed, at FIT_START
     for number in range(20):
         run.batch(train=1.0, wait=0.5, evaluate=600.0 if number == 10 else 0.0)
@@ -82,7 +91,7 @@ def test_the_wall_figure_is_all_images_over_all_time_from_warm_up_to_the_last_ch
     with run.callback.evaluating():
         run.clock.now += 5.0
     result = run.callback.result()
-    assert result["wall_seconds"] == 4.0 + 20 * 1.5 + 600.0 + 7.0 + 5.0
+    assert result["wall_seconds"] == 4.0 + 20 * 1.5 + 600.0 + 7.0 + 5.0 and len(taken) == 10
     assert result["images_per_sec_wall"] == 160 / 646.0 and result["images_per_sec"] == 8.0
 
 
@@ -92,11 +101,9 @@ def test_the_wall_figure_includes_earlier_starts_and_the_cost_of_a_restart(monke
     run.callback.resume_clocks(24, earlier_sec=earlier_sec, setup_sec=30.0)
     run.clock.now += 9.0  # the rest of building
     run.resume(batch=3)
-    for _ in range(4):
-        run.batch(train=1.0)
-    result = run.finish()
-    assert result["wall_seconds"] == (None if earlier_sec is None else 143.0)
-    assert result["images_per_sec_wall"] == (None if earlier_sec is None else 56 / 143.0)
+    result = run.finish(1.0, 1.0, 1.0, 1.0)
+    figures = result["wall_seconds"], result["images_per_sec_wall"]
+    assert figures == ((None, None) if earlier_sec is None else (143.0, 56 / 143.0))
 
 
 def test_after_a_resume_windows_end_where_they_would_have_ended(monkeypatch):
@@ -106,76 +113,55 @@ def test_after_a_resume_windows_end_where_they_would_have_ended(monkeypatch):
         run.resume(batch=first)
         for _ in range(20 - first):
             run.batch(train=1.0)
-        windows = run.callback.windows
+        windows, begins = run.callback.windows, [first, *edges]
         assert [window["batch"] for window in windows] == [edge for edge in edges if edge > first]
         # A window with one of the start's first batches is not measured.
-        begins = [first, *edges]
         assert [w["warmup"] for w in windows] == [max(b for b in begins if b < w["batch"]) < first + 4 for w in windows]
 
 
 def test_warmup_batches_are_counted_and_belong_to_no_measured_window(monkeypatch):
     run = Run(monkeypatch, window_batches=2, warmup_batches=3)
-    for seconds in (50.0, 50.0, 50.0, 2.0, 2.0, 2.0, 2.0):
-        run.batch(train=seconds)
-    result = run.finish()
-    assert [window["window_batches"] for window in run.callback.windows] == [2, 1, 2, 2]
-    assert [window["warmup"] for window in run.callback.windows] == [True, True, False, False]
+    result = run.finish(50.0, 50.0, 50.0, 2.0, 2.0, 2.0, 2.0)
+    windows = [(window["window_batches"], window["warmup"]) for window in run.callback.windows]
+    assert windows == [(2, True), (1, True), (2, False), (2, False)]
     assert result["images_per_sec"] == 8 / 2.0 and result["seconds"] == 8.0
     assert (result["batches"], result["warmup_batches"], result["windows"]) == (7, 3, 2)
+    result = Run(monkeypatch, window_batches=2, warmup_batches=10).finish(1.0, 1.0, 1.0, 1.0)
+    assert result["images_per_sec"] is result["mfu"] is result["data_wait_frac"] is None
+    assert (result["batches"], result["warmup_batches"], result["windows"]) == (4, 4, 0)
 
 
 def test_the_result_is_the_median_with_its_spread(monkeypatch):
     run = Run(monkeypatch, window_batches=1, warmup_batches=0)
     for seconds in (1.0, 2.0, 8.0):
         run.batch(train=seconds, wait=1.0)
-    result = run.finish()
-    assert (result["images_per_sec_min"], result["images_per_sec"], result["images_per_sec_max"]) == (1.0, 4.0, 8.0)
-    assert result["data_wait_frac"] == 3.0 / 14.0
-    assert result["mfu"] == 4.0 * 2e12 / 100e12 and result["peak_tflops"] == 100.0
+    expected = {
+        "images_per_sec_min": 1.0,
+        "images_per_sec": 4.0,
+        "images_per_sec_max": 8.0,
+        "data_wait_frac": 3.0 / 14.0,
+    }
+    assert run.finish().items() >= {**expected, "mfu": 4.0 * 2e12 / 100e12, "peak_tflops": 100.0}.items()
 
 
 def test_a_last_partial_window_counts_only_where_there_is_no_whole_one(monkeypatch):
     run = Run(monkeypatch, window_batches=2, warmup_batches=0)
-    for seconds in (1.0, 1.0, 100.0):
-        run.batch(train=seconds)
-    assert run.finish()["images_per_sec"] == 8.0
-    assert [(window["window_batches"], window["unfinished"]) for window in run.callback.windows] == [
-        (2, False),
-        (1, True),
-    ]
-
-    short = Run(monkeypatch, window_batches=10, warmup_batches=1)
-    for seconds in (50.0, 2.0, 2.0):
-        short.batch(train=seconds)
-    assert short.finish()["images_per_sec"] == 4.0
-
-
-def test_a_run_of_nothing_but_warmup_has_no_speed(monkeypatch):
-    run = Run(monkeypatch, window_batches=2, warmup_batches=10)
-    for _ in range(4):
-        run.batch(train=1.0)
-    result = run.finish()
-    assert result["images_per_sec"] is None and result["mfu"] is None and result["data_wait_frac"] is None
-    assert (result["batches"], result["warmup_batches"], result["windows"]) == (4, 4, 0)
+    assert run.finish(1.0, 1.0, 100.0)["images_per_sec"] == 8.0
+    assert [(w["window_batches"], w["unfinished"]) for w in run.callback.windows] == [(2, False), (1, True)]
+    assert Run(monkeypatch, window_batches=10, warmup_batches=1).finish(50.0, 2.0, 2.0)["images_per_sec"] == 4.0
 
 
 @pytest.mark.parametrize(
     ("device", "precision", "peak"),
     [
-        *(("NVIDIA H200", "bf16", 989.4), ("NVIDIA H100 NVL", "bf16", 835.5), ("NVIDIA H100 PCIe", "bf16", 756.4)),
-        *(
-            ("NVIDIA B300 SXM6 AC", "bf16", 2250.0),
-            ("NVIDIA GB300", "bf16", 2500.0),
-            ("AMD Instinct MI325X", "bf16", 1307.4),
-        ),
-        *(("NVIDIA H100 80GB HBM3", "tf32", 494.7), ("NVIDIA A100-SXM4-40GB", "fp32", 19.5)),
+        *(("NVIDIA H200", "bf16", 989.4), ("NVIDIA H100 NVL", "bf16", 835.5), ("NVIDIA GB300", "bf16", 2500.0)),
+        *(("NVIDIA H100 80GB HBM3", "tf32", 494.7), ("AMD Instinct MI325X", "bf16", 1307.4)),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),  # a seventh of the card: names match whole
-        *(("CPU x", "fp32", None), ("NVIDIA GeForce RTX 4090", "bf16", None), ("AMD Instinct MI355X", "tf32", None)),
+        *(("CPU x", "fp32", None), ("AMD Instinct MI355X", "tf32", None)),
     ],
 )
 def test_peaks_are_those_of_the_data_sheets_and_unknown_devices_have_none(device, precision, peak):
     assert peak_tflops(device, precision) == peak
-    assert Throughput(MeasureConfig(), flops_per_image=1.0, peak=peak).peak == peak
     assert Throughput(MeasureConfig(peak_tflops=5.0), flops_per_image=1.0, peak=peak).peak == 5.0
 
 
@@ -196,40 +182,17 @@ def test_the_rank_that_took_longest_over_its_own_work_is_named_and_over_a_run_th
     assert find_most_often_slowest([*windows, {"batch": 1}]) == most
 
 
-def test_rank_timing_is_read_once_a_window_and_changes_no_other_figure(monkeypatch):
-    plain, with_own = (Run(monkeypatch, window_batches=2, warmup_batches=0) for _ in range(2))
-    taken = []
-    with_own.callback.rank_timing = lambda: taken.append(1) or (1.0, 0.5)
-    for run in (plain, with_own):
-        monkeypatch.setattr(module.time, "perf_counter", run.clock)
-        for _ in range(4):
-            run.batch(train=1.0, wait=0.25)
-    assert len(taken) == 2 and with_own.callback.windows == plain.callback.windows
-
-
-def test_own_time_is_from_the_first_forward_to_the_last_backward_and_until_the_batch_is_here(monkeypatch):
-    clock = Clock()
+@pytest.mark.parametrize(("has_own_forward", "expected"), [(True, (6.0, 0.5)), (False, (0.0, 0.5))])
+def test_own_time_is_from_the_first_forward_to_the_last_backward_and_until_the_batch_is_here(
+    monkeypatch, has_own_forward, expected
+):
+    clock, own = Clock(), RankTiming(has_own_forward=has_own_forward)
     monkeypatch.setattr(health.time, "perf_counter", clock)
-    state = State(model=torch.nn.Linear(1, 1), rank_zero_seed=0, run_name="x", device=DeviceCPU())
-    for has_own_forward, expected in ((True, (6.0, 0.5)), (False, (0.0, 0.5))):
-        own = RankTiming(has_own_forward=has_own_forward)
-
-        def batch(own=own) -> None:
-            own.before_dataloader(state, None)
-            clock.now += 0.25
-            own.has_arrived()
-            clock.now += 40.0  # the others' batches
-            own.has_arrived()
-            own.after_dataloader(state, None)
-            clock.now += 1.0
-            for _ in range(2):  # microbatches
-                own.before_forward(state, None)
-                clock.now += 1.0
-                own.before_backward(state, None)
-                clock.now += 1.0
-            clock.now += 7.0  # gradients of all
-            own.after_train_batch(state, None)
-
-        batch()
-        batch()
-        assert own.take() == expected and own.take() == (0.0, 0.0)
+    microbatch = [("before_forward", 1.0), ("before_backward", 1.0)]
+    events = [("before_dataloader", 0.25), ("has_arrived", 40.0), ("has_arrived", 0.0)]  # 40 s: the others' batches
+    events += [("after_dataloader", 1.0), *microbatch, *microbatch, ("", 7.0), ("after_train_batch", 0.0)]
+    for name, seconds in 2 * events:  # 7 s: gradients of all
+        if name:
+            getattr(own, name)(*(() if name == "has_arrived" else (state(), None)))
+        clock.now += seconds
+    assert own.take() == expected and own.take() == (0.0, 0.0)

@@ -21,15 +21,12 @@ from training import initial_weights
 pytestmark = [pytest.mark.timeout(60, func_only=True), pytest.mark.usefixtures("quick_estimate")]
 
 
-def tiny_model(variant: str = "stock"):
-    config = ModelConfig(preset="tiny", variant=variant)
-    return build_model(config, ObjectiveConfig(), size=(64, 64), normalize="symmetric", seed=0)
+def tiny_model():
+    return build_model(ModelConfig(preset="tiny"), ObjectiveConfig(), size=(64, 64), normalize="symmetric", seed=0)
 
 
-def texts(
-    denoiser: str | Path, variant: str = "stock", preset: str = "tiny", prediction: str | None = None
-) -> list[str]:
-    config = ModelConfig(preset=preset, variant=variant, denoiser=str(denoiser))
+def texts(denoiser: str | Path, prediction: str | None = None, **model) -> list[str]:
+    config = ModelConfig(**{"preset": "tiny", "denoiser": str(denoiser), **model})
     return [problem.text for problem in initial_weights.problems(config, prediction)]
 
 
@@ -96,17 +93,13 @@ def test_a_resumed_run_does_not_read_its_initial_weights(earlier, tmp_path, caps
 def test_another_network_or_target_is_named(earlier, published, tmp_path):  # noqa: F811
     newest = list_checkpoints(earlier / "checkpoints", FULL)[0]
     [variant, prediction] = texts(earlier, variant="mlperf")
-    assert variant == (
-        f"model.denoiser: {newest} was trained with model.variant=stock, this run has mlperf. Use that value, or begin "
-        "elsewhere."
-    )
+    problem = f"model.denoiser: {newest} was trained with model.variant=stock, this run has mlperf."
+    assert variant == f"{problem} Use that value, or begin elsewhere."
     assert f"{newest} was trained with objective.prediction=epsilon, this run has v." in prediction
     [preset] = texts(earlier, preset="full")
     assert preset.startswith(f"model.denoiser: {newest} does not fit: ") and " of another form (" in preset
     [text] = texts(published["ckpt"], variant="mlperf")
-    assert text.startswith(
-        f"model.denoiser: {published['ckpt']}: no LDM file says that its denoiser is sd2's in the variant"
-    )
+    assert text.startswith(f"model.denoiser: {published['ckpt']}: no LDM file says that its denoiser is sd2's in the")
     (tmp_path / "config.yaml").touch()
     [text] = texts(tmp_path)
     assert text.startswith(f"model.denoiser: {tmp_path} is a run without a checkpoint. ")
