@@ -114,7 +114,10 @@ SIZES["ti2v_5b"] = {
     "full": FULL_ENCODERS
     | {"transformer": MIDDLE_TRANSFORMER, "vae": VAE_16X | dict(base_dim=160, decoder_base_dim=256)},
     "tiny": TINY_ENCODERS
-    | {"transformer": TINY_TRANSFORMER | dict(num_attention_heads=4), "vae": VAE_16X | dict(base_dim=8, decoder_base_dim=8, num_res_blocks=1)},
+    | {
+        "transformer": TINY_TRANSFORMER | dict(num_attention_heads=4),
+        "vae": VAE_16X | dict(base_dim=8, decoder_base_dim=8, num_res_blocks=1),
+    },
 }
 """Variant -> preset -> what it sets of the libraries' classes. tiny: 2.8 M parameters with its encoders, 2.1 M of them in
 UMT5's token table."""
