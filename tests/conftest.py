@@ -132,57 +132,15 @@ def run(*command: str, timeout: int = 500, **variables: str) -> subprocess.Compl
         return subprocess.CompletedProcess(command, process.returncode, printed, said)
 
 
-PART_1 = {
-    *(
-        "adopt",
-        "adopt_run",
-        "reader_waits",
-        "bench_data",
-        "benchmark",
-        "buckets",
-        "cache_space",
-        "checkpoints",
-    ),
-    *(
-        "data",
-        "sample_randomness",
-        "encoders",
-        "end_to_end",
-        "evaluation",
-        "export",
-        "faults",
-        "hub_runs",
-        "latents",
-        "masking",
-        "metric_names",
-        "moments",
-    ),
-    *(
-        "miniature",
-        "miniature_speed",
-        "mixture",
-        "mlflow",
-        "mlperf_log",
-        "canonical_nodes",
-        "order",
-        "eval_images",
-        "third_party_weights",
-    ),
-    *(
-        "shards",
-        "parts",
-        "profile",
-        "resume",
-        "damaged_run_folder",
-        "bench_scale",
-        "shared_cache",
-        "sources",
-        "refused_starts",
-    ),
-    *("stop_signals", "reader", "tables", "interrupted_evaluation", "validation", "yamls"),
-    *("reader_memory", "families", "flux_encodings", "sharding", "lora_runs"),
-    *("video_dataset", "video_latents", "video_run"),
-}
+PART_1 = set(
+    """
+    adopt bench_data bench_scale benchmark buckets cache_space canonical_nodes checkpoints damaged_run_folder
+    data encoders end_to_end eval_images evaluation export families faults flux_encodings interrupted_evaluation
+    latents lora_runs masking metric_names miniature mixture mlflow mlperf_log moments order parts profile
+    reader reader_waits refused_starts resume sample_randomness sharding shards shared_cache sources
+    stop_signals tables third_party_weights validation video_dataset video_latents video_run yamls
+    """.split()
+)
 """Tests that read datasets are in one half: those that compare with plain streaming share its shared memory."""
 
 SLOW_IN_PART_2 = {"evaluation", "interrupted_evaluation", "validation", "yamls"}
