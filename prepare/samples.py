@@ -45,6 +45,10 @@ class SourceError(ValueError):
         self.lost = lost
 
 
+CONSTANT = "constant:"
+"""Begins the name of a caption that is no part of the samples: the rest of the name is the caption of all."""
+
+
 @dataclass(frozen=True)
 class RequestedFields:
     """Names as the user gave them; None: to be found."""
@@ -73,7 +77,8 @@ class SampleFields:
     @property
     def names(self) -> tuple[str, ...]:
         """Return all that is read for the stage's own columns."""
-        return (self.image, *self.captions, *([] if self.key is None else [self.key]))
+        captions = [name for name in self.captions if not name.startswith(CONSTANT)]
+        return (self.image, *captions, *([] if self.key is None else [self.key]))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -102,6 +107,8 @@ class Sample:
 
     def part(self, name: str) -> Any:
         """Return a part, or the field of one; None: there is none. Raises SampleError: it is not JSON."""
+        if name.startswith(CONSTANT):
+            return name.removeprefix(CONSTANT)
         if name in self.files or ":" not in name:
             return self.files.get(name)
         outer, *fields = name.split(":")
@@ -265,6 +272,8 @@ def choose_fields(
 
     def resolve_name(key: str, name: str) -> str:
         """Return a name that is asked for, as the samples have it."""
+        if name.startswith(CONSTANT):
+            return name
         for possible_name in (name, name if is_table else column_of(name)):
             if possible_name in names or any(sample.has(possible_name) for sample in samples):
                 return possible_name

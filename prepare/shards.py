@@ -78,6 +78,7 @@ from prepare.parts import (
     parts_to_make,
 )
 from prepare.samples import (
+    CONSTANT,
     Filters,
     LeftOut,
     RequestedFields,
@@ -112,6 +113,8 @@ class ShardsConfig(EngineKeys):
     """The same of videos: it makes a stage of them, also of a table. null: videos are found by their suffixes."""
     caption: str | None = None
     """Column, suffix or json:FIELD with the caption; several with commas between. null: found by its usual names."""
+    caption_text: str | None = None
+    """One caption for all samples, which then need none: a photo of sks dog."""
     key: str | None = None
     """Column with the key. null: found by its usual names, or made from the names and rows of files."""
     config: str | None = None
@@ -138,6 +141,8 @@ class ShardsConfig(EngineKeys):
     @property
     def requested_fields(self) -> RequestedFields:
         captions = None if self.caption is None else tuple(name.strip() for name in self.caption.split(","))
+        if self.caption_text is not None:
+            captions = (f"{CONSTANT}{self.caption_text.strip()}",)
         return RequestedFields(self.video or self.image, captions, self.key)
 
     @property
@@ -149,6 +154,11 @@ def check(config: ShardsConfig) -> list[Problem]:
     """Return every problem that can be found before anything is read."""
     if config.image is not None and config.video is not None:
         return [Problem(f"video: {config.video} is given beside image={config.image}. Give one of them.", ("video",))]
+    if config.caption_text is not None and config.caption is not None:
+        text = f"caption_text: given beside caption={config.caption}. Give one of them."
+        return [Problem(text, ("caption_text", "caption"))]
+    if config.caption_text is not None and not config.caption_text.strip():
+        return [Problem("caption_text: an empty text. Give a caption, or leave it out.", ("caption_text",))]
     if config.similarity is not None and config.min_similarity is None:
         return [Problem("similarity: has no use without min_similarity. Give that, or leave it out.", ("similarity",))]
     return check_engine_keys(config)

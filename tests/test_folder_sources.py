@@ -49,6 +49,19 @@ def test_a_part_ends_after_so_many_samples_or_bytes_and_files_of_no_sample_make_
     assert [list(part.sizes) for part in split_folder(tmp_path)] == [names[:8], ["g.mp4"], ["h.jpg", "i.log"]]
 
 
+def test_photos_without_captions_get_the_one_of_all(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        (tmp_path / "in" / f"{number}.jpg").write_bytes(sample_files(number, (24, 16))["jpg"])
+    words, text = [str(tmp_path / "in"), str(tmp_path / "out")], "a photo of sks dog, json:sitting"
+    assert shards.main([*words, f"caption_text= {text} "]) == 0
+    assert [row["caption"] for row in rows(tmp_path / "out")] == [text] * 3
+    assert shards.main([*words, f"caption_text={text}", "caption=txt"]) == 2
+    assert "caption_text: given beside caption=txt. Give one of them." in capsys.readouterr().err
+    assert shards.main([*words, "caption_text="]) == 2
+    assert shards.main([*words, "caption_text=another"]) == 2  # the folder has a dataset with other captions
+
+
 def test_links_pipes_and_huge_captions_cost_their_own_sample_alone(tmp_path, capsys):
     source, out = write_folder(tmp_path / "in", 2), tmp_path / "out"
     for name in ("loop", "gone", "pipe"):
