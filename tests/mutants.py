@@ -69,8 +69,8 @@ TABLE = """
 - "images_per_sec": images / clocks["train"]
 + "images_per_sec": images / sum(seconds)
 12 | families/sampling.py | sampling generate | guidance: sign
-- predicted = unconditional + guidance
-+ predicted = unconditional - guidance
+- return unconditional + guidance
++ return unconditional - guidance
 13 | model.py | generate | guidance: conditional rows first
 - torch.cat([empty[name], states])
 + torch.cat([states, empty[name]])

@@ -231,7 +231,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("model.family=sd3", "model.family: unknown family 'sd3'. Known: flux, "),
+        ("model.family=sd4", "model.family: unknown family 'sd4'. Known: flux, "),
         (
             "model.variant=mlperf global_batch_size=320",
             "optimizer.lr_per_image: no reference point at a global batch of 320 (ruleset 5.0.0). Nearest: 256 (2.8e-07 an "

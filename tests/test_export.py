@@ -282,7 +282,7 @@ def test_missing_weights_and_encoders_are_named(change, tmp_path, capsys):
     text = refused_with(shipped, "weights: random")
     assert text.startswith("model.weights: its vae has the fingerprint ")
     assert f"{newest} was trained with {digest}" in text
-    assert refused_with("family: shapes", "family: sd3").startswith("model.family: unknown family 'sd3'. Known: flux, ")
+    assert refused_with("family: shapes", "family: sd4").startswith("model.family: unknown family 'sd4'. Known: flux, ")
     newest.write_bytes(newest.read_bytes()[:-1] + b"-")
     assert refused_with("", "").startswith(f"{newest} is damaged: its bytes do not have the digest")
     assert not (tmp_path / "out").exists()

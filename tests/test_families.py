@@ -222,8 +222,11 @@ def test_the_loss_falls_on_one_batch_and_gradients_reach_exactly_the_trained_par
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
     missed = {n.removeprefix("denoiser.transformer_blocks.1.") for n, _ in model.named_parameters() if n not in reached}
-    # The last block of Mochi and SD3, as published, has no text output: the queries for its text are not used.
+    # The last block of Mochi, SD3 and Qwen-Image, as published, has no text output: the queries for its text are not used.
     unused = {"mochi": {"attn1.add_q_proj.weight", "attn1.norm_added_q.weight"}}
+    names = "attn.add_q_proj.weight attn.add_q_proj.bias attn.norm_added_q.weight attn.to_add_out.weight attn.to_add_out.bias"
+    names += " txt_mlp.net.0.proj.weight txt_mlp.net.0.proj.bias txt_mlp.net.2.weight txt_mlp.net.2.bias"
+    unused["qwen_image"] = {*names.split()}
     unused["sd3"] = {"attn.add_q_proj.weight", "attn.add_q_proj.bias", "attn.norm_added_q.weight"}
     assert missed == unused.get(name, set())
     assert all(p.grad is None for encoder in model.frozen.values() for p in encoder.parameters())

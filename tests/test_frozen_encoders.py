@@ -46,8 +46,9 @@ def step(model: LatentDiffusion) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "variant"), MEMBERS)
 def test_no_encoder_whose_values_float16_cannot_hold_is_in_it(name, variant):
-    """T5's states are clipped (diffusers' page of FLUX, "fp16 inference"); SDXL's and Wan's VAE are float32 in any run."""
-    wide, exact = {"flux": {"t5"}, "mochi": {"t5"}, "wan": {"umt5"}}.get(name, set()), {"sdxl", "wan"} & {name}
+    """T5's states are clipped (diffusers' page of FLUX, "fp16 inference"); three families' VAE is float32 in any run."""
+    wide = {"flux": {"t5"}, "sd3": {"t5"}, "mochi": {"t5"}, "wan": {"umt5"}}.get(name, set())
+    exact = {"sdxl", "sd3", "wan"} & {name}
     for vae in (None, "fp32", "run"):
         model = build(ModelConfig(name, "tiny", variant, weights="random", vae_precision=vae))
         is_exact = {"vae"} if vae == "fp32" or (vae is None and exact) else set()

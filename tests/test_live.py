@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from browser_pages import HTML, broken_run, copy_run, other_run
@@ -95,9 +94,13 @@ def test_only_the_pages_of_runs_are_served_and_nothing_can_be_changed(server, ru
         assert ask(server, path)[0] == 404, path
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
         assert ask(server, "/", method)[0] == 501
+
+    def refuse(run: Path) -> str:
+        raise ValueError("a <b>reason</b>")
+
     os.utime(folder / "metrics.jsonl", (1, 1))
     with monkeypatch.context() as patch:
-        patch.setattr(live, "page_of", mock.Mock(side_effect=ValueError("a <b>reason</b>")))
+        patch.setattr(live, "page_of", refuse)
         assert "<p>a &lt;b&gt;reason&lt;/b&gt;</p>" in ask(server, RUN)[2]
     os.utime(folder / "metrics.jsonl")
     assert "Target reached" in ask(server, RUN)[2]

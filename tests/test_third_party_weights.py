@@ -211,9 +211,9 @@ def test_an_export_says_which_network_it_has(tmp_path, capsys):
     (tmp_path / "export.json").write_text('{"family": "sd2", "variant": "mlperf", "preset": 7, "seed": 1}')
     source = sources.find_source(str(tmp_path), ModelConfig(), with_encoders=True)
     assert sources.model_keys_of_export(source) == {"model.family": "sd2", "model.variant": "mlperf"}
-    (tmp_path / "export.json").write_text('{"family": "sd3"}')
+    (tmp_path / "export.json").write_text('{"family": "sd4"}')
     assert eval_command.main([str(tmp_path), f"images={tmp_path}/x", "prompts=[a]"]) == 2
-    assert "model.family: unknown family 'sd3'. Known: flux, " in capsys.readouterr().err
+    assert "model.family: unknown family 'sd4'. Known: flux, " in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -258,7 +258,8 @@ def test_every_point_of_a_sweep_resolves_and_its_batch_divides_into_ranks_and_pa
 
 
 VIDEO = tuple(path.name for path in RUNS if re.match("mochi|hunyuan|wan", path.name))
-TRANSFORMERS = (*VIDEO, *(path.name for path in RUNS if "flux" in path.name))  # without convolutions
+WITHOUT_CONVOLUTIONS = ("flux", "sd3", "prx", "sana", "qwen_image")
+TRANSFORMERS = (*VIDEO, *(path.name for path in RUNS if any(name in path.name for name in WITHOUT_CONVOLUTIONS)))
 
 
 def test_recipes_for_gpus_have_the_keys_of_speed_of_the_ladders_top_rung():
