@@ -136,7 +136,7 @@ test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's co
 	$(MAKE) --no-print-directory test-browser ONLY=short
 	$(MAKE) --no-print-directory test-clouds
 
-test-long: $(STAMP)  ## what CI leaves out: compiled networks, sharding beside compile, the plans of MLPerf's recipes (half an hour)
+test-long: $(STAMP)  ## what CI leaves out: compiled networks, sharding on two machines, the plans of MLPerf's recipes (half an hour)
 	$(call both_halves,long)
 
 # Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.5 s of every start.

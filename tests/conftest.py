@@ -134,7 +134,7 @@ def run(*command: str, timeout: int = 500, **variables: str) -> subprocess.Compl
 
 IN_PART_1 = """
     adopt bench_data bench_scale benchmark buckets cache_space canonical_nodes checkpoints damaged_run_folder
-    data encoders end_to_end eval_images evaluation export families faults flux_encodings interrupted_evaluation
+    data encoders end_to_end eval_images evaluation export families faults flux_encodings hub interrupted_evaluation
     latents lora_runs masking metric_names miniature mixture mlflow mlperf_log moments order parts profile
     reader reader_waits refused_starts resume sample_randomness sharding shards shared_cache sources
     stop_signals tables third_party_weights validation video_dataset video_latents video_run yamls
@@ -142,7 +142,7 @@ IN_PART_1 = """
 PART_1 = set(IN_PART_1.split())
 """Tests that read datasets are in one half: those that compare with plain streaming share its shared memory."""
 
-SLOW_IN_PART_2 = {"evaluation", "interrupted_evaluation", "validation", "yamls"}
+SLOW_IN_PART_2 = {"evaluation", "hub", "interrupted_evaluation", "validation", "yamls"}
 """Those of them whose slow tests are in the other half where that has shared memory of its own: so both take equally long."""
 
 

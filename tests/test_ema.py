@@ -93,6 +93,20 @@ def test_every_kind_of_decay_equals_its_definition_replayed_in_float64(config, f
     assert [average.data_ptr() for average in run.ema.weights.values()] == storages, "updated in place"
 
 
+def test_it_equals_diffusers_ema_of_the_same_weights():
+    from diffusers.training_utils import EMAModel
+
+    run = Run(tiny_model(), EMA(EMAConfig(True, decay=0.9)))
+    trained = [p for p in run.state.model.parameters() if p.requires_grad]
+    reference = EMAModel(trained, decay=0.9, min_decay=0.9)
+    reference.optimization_step = 1  # its first step is always a copy
+    for _ in range(8):
+        run.step()
+        reference.step(trained)
+    for average, expected in zip(run.ema.weights.values(), reference.shadow_params, strict=True):
+        torch.testing.assert_close(average, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_power_gamma_solves_its_equation_and_agrees_with_the_paper():
     for sigma in (0.01, 0.05, 0.1, 0.25, 0.288):
         gamma = power_gamma(sigma)

@@ -71,7 +71,7 @@ def test_a_run_streams_from_an_object_store_and_learns_what_a_run_from_the_folde
     for name, content in tree(miniature.moments).items():
         client.put_object(Bucket="easel", Key=f"moments/{name}", Body=content)
     more = ["data.workers=2", "global_batch_size=16", "objective.prediction=epsilon", "optimizer.lr=3e-3"]
-    more += ["max_duration=40ba", "measure.window_batches=10", "save.every_images=0"]
+    more += ["max_duration=60ba", "measure.window_batches=10", "save.every_images=0"]
     for name, address in (
         ("folder", []),
         ("store", ["data.remote=s3://easel/moments", f"data.local={tmp_path}/cache"]),

@@ -72,10 +72,10 @@ def test_a_rounding_is_a_neighbor_in_bfloat16_and_the_mean_of_many_is_the_value(
     assert torch.equal(same.isnan(), odd.isnan()) and torch.equal(same[1:5], odd[1:5])
 
 
-def stepped(weights: torch.Tensor, steps: int, rounding: str, lr: float) -> torch.Tensor:
+def stepped(weights: torch.Tensor, steps: int, rounding: str, lr: float, states: str = "fp32") -> torch.Tensor:
     """Return the weights after so many steps with gradients of 1: each of AdamW's steps is then the rate."""
     weights = nn.Parameter(weights.clone())
-    config = OptimizerConfig(weight_decay=0.0, lr=lr, rounding=rounding)
+    config = OptimizerConfig(weight_decay=0.0, lr=lr, rounding=rounding, states=states)
     optimizer = build_optimizer(config, nn.ParameterList([weights]), 8)
     for _ in range(steps):
         weights.grad = torch.ones_like(weights)
@@ -90,6 +90,20 @@ def test_small_changes_are_lost_to_the_nearest_and_kept_in_the_mean_by_stochasti
     allowed = 6.0 * 0.5 * (DISTANCE / 2) * math.sqrt(100 / SMALL)
     mean = stepped(ones, 100, "stochastic", 1e-4).double().mean().item()
     assert mean == pytest.approx(1.0 - 100 * 1e-4, abs=allowed)
+
+
+def test_at_a_small_rate_nearly_all_weights_stand_still_to_the_nearest():
+    """AdamW's step is at most the rate here, 1e-6, which moves a bfloat16 only where half its last bit is less: below 2^-11.
+
+    The weights are as torch begins those of a linear layer of 3,072 inputs: uniform within 3072^-0.5.
+    """
+    most = 3072**-0.5
+    begin = torch.empty(2**18).uniform_(-most, most, generator=torch.Generator().manual_seed(3)).bfloat16()
+    nearest, stochastic = (
+        (stepped(begin, 20, rounding, 1e-6, "bf16") == begin).double().mean().item()
+        for rounding in ("nearest", "stochastic")
+    )
+    assert nearest == pytest.approx(1.0 - 2.0**-11 / most, abs=4e-3) and stochastic < 0.9  # 0.973
 
 
 # --- steps ---

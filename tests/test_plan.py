@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -65,8 +66,8 @@ def test_time_is_images_over_rate(rate, global_batch_size):
     values = {"optimizer__lr_per_image": point.lr_per_image, "measure__expected_images_per_sec": rate}
     printed = lines(global_batch_size=global_batch_size, **values)
     for name, images in {"mean": point.mean_images, "fastest": point.fastest_images}.items():
-        batches = -(-round(images) // global_batch_size)
-        row = f"    {name:<7}  {round(images):,} images, {batches:,} batches, {readable_time(images / rate)}"
+        batches = math.ceil(images / global_batch_size)
+        row = f"    {name:7} {images:10,.0f} images, {batches:,} batches, {readable_time(images / rate)}"
         assert row in printed
 
 
