@@ -216,17 +216,21 @@ def test_a_run_begins_with_an_export_and_an_evaluation_scores_it_as_the_run(mini
     assert row["eval_image_size"] == [32, 32]
     assert [row[key] for key in ("fid", "clip")] == pytest.approx([of_run[key] for key in ("fid", "clip")], rel=1e-6)
 
-    begun = [f"model.denoiser={out}", f"model.weights={out}", snapshot, "ema.enabled=false", "ema.decay=null"]
+    begun = [f"model.denoiser={out}", f"model.weights={out}"]
     assert benchmark.main(miniature.small(tmp_path, "c", *begun, "max_duration=2ba")) == 0, capsys.readouterr().err
     assert f"model.denoiser: begins with {out}" in capsys.readouterr().err
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in "ac"]
     assert summaries[1]["denoiser_start_fingerprint"] == row["denoiser_fingerprint"]
     assert summaries[0]["vae_fingerprint"] == summaries[1]["vae_fingerprint"]
-    # Without EMA it has training weights alone.
-    assert json.loads((exported(tmp_path / "c", tmp_path / "d") / "export.json").read_text())["weights"] == "training"
-    newest = list_checkpoints(tmp_path / "c/checkpoints", WEIGHTS)[0]
+
+
+@pytest.mark.slow
+def test_a_run_without_ema_has_training_weights_alone(tmp_path, capsys):
+    run = train(tmp_path, "plain", *SHAPES, *SHORT, "ema.enabled=false", "ema.decay=null")
+    assert json.loads((exported(run, tmp_path / "a") / "export.json").read_text())["weights"] == "training"
+    newest = list_checkpoints(run / "checkpoints", WEIGHTS)[0]
     text = f"weights: ema, but {newest} has no EMA weights. Say weights=training."
-    assert refused(capsys, tmp_path / "c", tmp_path / "e", "weights=ema") == text
+    assert refused(capsys, run, tmp_path / "b", "weights=ema") == text
 
 
 # --- which weights ---
