@@ -128,11 +128,10 @@ class Flux2(Family):
     def network_names(self) -> dict[str, Callable[[nn.Module], ldm_names.NetworkNames]]:
         unread = "|".join(str(layer) for layer in range(self.layers[-1] + 1, NUM_LAYERS[self.model]))
         unused = rf"(.*\.)?lm_head\.weight|(model\.)?(vision_tower|multi_modal_projector)\..*|.*layers\.({unread})\..*"
-        names = ldm_names.network_in_folder
         return {
-            "vae": names("vae", "AutoencoderKLFlux2"),
+            "vae": ldm_names.network_in_folder("vae", "AutoencoderKLFlux2"),
             "text": language_model_in_folder(unused),
-            "denoiser": names("transformer", "Flux2Transformer2DModel", "num_attention_heads", "guidance_embeds"),
+            "denoiser": ldm_names.network_in_folder("transformer", "Flux2Transformer2DModel", "num_attention_heads"),
         }
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -172,13 +171,12 @@ class Flux2(Family):
         if guidance is None and self.has_guidance_input:
             guidance = torch.full((num,), GUIDANCE_IN_TRAINING, device=noisy.device)
         rows, columns, text = (torch.arange(n, device=noisy.device) for n in (height, width, self.num_tokens))
-        zero = rows[:1]
         packed = denoiser(
             noisy.flatten(2).transpose(1, 2),
             encoder_hidden_states=condition["text"],
             timestep=times,
-            img_ids=torch.cartesian_prod(zero, rows, columns, zero),
-            txt_ids=torch.cartesian_prod(zero, zero, zero, text),
+            img_ids=torch.cartesian_prod(rows[:1], rows, columns, rows[:1]),
+            txt_ids=torch.cartesian_prod(rows[:1], rows[:1], rows[:1], text),
             guidance=guidance,
             return_dict=False,
         )[0]

@@ -133,8 +133,6 @@ class SD3(Family):
 
         sizes = self.sizes["transformer"]
         return SD3Transformer2DModel(
-            in_channels=16,
-            out_channels=16,
             joint_attention_dim=self.text_width,
             caption_projection_dim=sizes["num_attention_heads"] * sizes.get("attention_head_dim", 64),
             pooled_projection_dim=self.pooled_width,
