@@ -18,7 +18,7 @@ from families.objectives import ObjectiveConfig
 from model import build_model
 from training import initial_weights
 
-pytestmark = [pytest.mark.timeout(60, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
 
 
 def tiny_model():
