@@ -221,7 +221,8 @@ def test_a_rank_whose_disk_is_full_stops_all_with_one_message(words_of, tmp_path
     script.write_text(DIES.replace("os.kill(os.getpid(), signal.SIGKILL)", full_disk))
     output = trained(2, words_of(tmp_path, "a", "sharding=full"), code=1, script=str(script))
     assert re.search(r"full-ba000000000002 \(.* GiB\) cannot be written: rank 1: .*No space left on device", output)
-    assert [path.name[:19] for path in folder.iterdir()] == ["full-ba000000000001"]
+    assert [path.name[:19] for path in list_checkpoints(folder, FULL)] == ["full-ba000000000001"]
+    assert not list(folder.glob(".*"))
 
 
 def test_training_begins_with_the_weights_of_a_checkpoint_in_parts(runs):
