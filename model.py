@@ -332,7 +332,7 @@ class LatentDiffusion(ComposerModel):
                     zero_terminal_snr=self.objective.zero_terminal_snr,
                     shift=family.sampling_shift(tuple(noise.shape[1:]), steps),
                     spacing=family.sampling_spacing,
-                    last_time=family.sampling_last_time,
+                    last_time=family.scheduler_settings.get("shift_terminal"),
                     guide=family.guide,
                     steps=steps,
                     guidance=1.0 if family.has_guidance_input else guidance,

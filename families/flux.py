@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from common.value_types import ImageSize
 from families import packing, pipeline_files
 from families.lora import JOINT_ATTENTION
-from families.sampling import build_scheduler
 from families.spec import Column, Family, Pipeline, select_preset
 from weights import hub_names, ldm_names
 from weights.encoder_networks import (
@@ -139,6 +138,7 @@ class Flux(Family):
     def __init__(self, architecture: FluxSizes, variant: str):
         self.architecture, self.variant = architecture, variant
         self.objective: Mapping[str, Any] = OBJECTIVES[variant]
+        self.scheduler_settings = SCHEDULER_OF_DEV if variant == "dev" else {}
         self.num_tokens = NUM_TOKENS[variant]
         self.text_width = architecture.transformer["joint_attention_dim"]
         self.has_guidance_input = variant == "dev"
@@ -151,11 +151,6 @@ class Flux(Family):
     def stored_columns(self) -> dict[str, Column]:
         pooled = Column((self.architecture.transformer["pooled_projection_dim"],), torch.float16)
         return super().stored_columns() | {"pooled": pooled}
-
-    def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
-        if self.variant != "dev":
-            return 1.0  # scheduler_config.json of schnell
-        return packing.dynamic_shift(latent, SCHEDULER_OF_DEV)
 
     def build_denoiser(self) -> nn.Module:
         from diffusers.models import FluxTransformer2DModel
@@ -193,10 +188,6 @@ class Flux(Family):
         clip = pipeline_files.save_clip_tokenizer(folder / "tokenizer", pipeline_files.CLIP_END_TEXT)
         t5 = pipeline_files.save_t5_tokenizer(folder / "tokenizer_2", self.t5_tokenizer.published, self.num_tokens)
         return {"tokenizer": clip, "tokenizer_2": t5}
-
-    def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool) -> Any:
-        scheduler: Any = build_scheduler(sampler, prediction)
-        return type(scheduler.scheduler)(**(SCHEDULER_OF_DEV if self.variant == "dev" else {"shift": 1.0}))
 
     def pipeline_call(self, size: ImageSize, guidance: float) -> dict[str, Any]:
         width, height = size  # its own defaults are 1024 px and 512 tokens, whatever the folder has

@@ -36,7 +36,7 @@ SYSTEM = (  # SYSTEM_MESSAGE of diffusers' pipelines/flux2/system_messages.py
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object relationships, "
     "object\nattribution and actions without speculation."
 )
-# Language model -> its chat template with a caption, and the same for random weights' tokenizer in transformers' form.
+# Language model -> its chat template, and the caption in the conversation with which transformers fills a template in.
 TEMPLATES = {
     "Mistral": f"<s>[SYSTEM_PROMPT]{SYSTEM}[/SYSTEM_PROMPT][INST]{{}}[/INST]",
     "Qwen3": "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
@@ -44,7 +44,6 @@ TEMPLATES = {
 CAPTIONS_IN_CHAT = {"Mistral": "{{ messages[1].content[0].text }}", "Qwen3": "{{ messages[0].content }}"}
 PADS = {"Mistral": 11, "Qwen3": 151643}
 LAYERS, NUM_LAYERS = {"Mistral": (10, 20, 30), "Qwen3": (9, 18, 27)}, {"Mistral": 40, "Qwen3": 36}
-SCHEDULER: dict[str, Any] = dict(use_dynamic_shifting=True, shift=3.0)  # scheduler_config.json; the rest are defaults
 GUIDANCE_IN_TRAINING = 1.0
 
 VAE = dict(block_out_channels=(128, 256, 512, 512), norm_num_groups=32)
@@ -93,6 +92,7 @@ class Flux2(Family):
     predictions = ("flow",)
     objective: Mapping[str, Any] = dict(prediction="flow", timesteps="logit_normal", shift=3.0, caption_dropout=0.1)
     pixels_per_latent, latent_channels, latent_scale = 16, 128, 1.0
+    scheduler_settings: Mapping[str, Any] = dict(use_dynamic_shifting=True, shift=3.0)
     num_tokens = 512
     clip_tokenizer_folder = None
     lora_targets = (*JOINT_ATTENTION, "to_qkv_mlp_proj")
@@ -185,18 +185,13 @@ class Flux2(Family):
     # --- sampling, here and in diffusers' pipeline ---
 
     def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
-        """Return what compute_empirical_mu of its pipelines returns the logarithm of."""
+        """Return e to the power of what compute_empirical_mu of its pipelines returns."""
         tokens = latent[-2] * latent[-1]
         at_200_steps = 0.00016927 * tokens + 0.45666666
         if tokens > 4300:
             return math.exp(at_200_steps)
         at_10_steps = 8.73809524e-05 * tokens + 1.89833333
         return math.exp(at_200_steps + (at_200_steps - at_10_steps) / 190.0 * (steps - 200.0))
-
-    def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        return FlowMatchEulerDiscreteScheduler(**SCHEDULER)
 
     def pipeline_call(self, size: ImageSize, guidance: float) -> dict[str, Any]:
         call = {"width": size[0], "height": size[1], "guidance_scale": guidance, "max_sequence_length": self.num_tokens}

@@ -102,6 +102,7 @@ class HunyuanVideo(VideoFamily):
     objective = AMD_OBJECTIVE
     num_frames, frames_per_latent, frames_per_sec = 9, 4, 24.0
     latent_channels, latent_scale = 16, LATENT_SCALE
+    scheduler_settings: Mapping[str, Any] = dict(shift=7.0)
     num_tokens = 256
     tokenizer_folders = ("tokenizer", "tokenizer_2")
     clip_tokenizer_folder = "tokenizer_2"
@@ -127,9 +128,6 @@ class HunyuanVideo(VideoFamily):
     def stored_columns(self) -> dict[str, Column]:
         pooled = Column((self.sizes["clip"]["hidden_size"],), torch.float16)
         return super().stored_columns() | {"mask": self.stored_mask(), "pooled": pooled}
-
-    def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
-        return 7.0  # scheduler/scheduler_config.json
 
     def build_denoiser(self) -> nn.Module:
         from diffusers.models import HunyuanVideoTransformer3DModel

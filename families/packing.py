@@ -10,9 +10,7 @@ P width of the whole caption's state.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -57,17 +55,6 @@ def unpack(packed: Tensor, height: int, width: int) -> Tensor:
     num, channels = len(packed), packed.shape[-1] // 4
     blocks = packed.reshape(num, height // 2, width // 2, channels, 2, 2)
     return blocks.permute(0, 3, 1, 4, 2, 5).reshape(num, channels, height, width)
-
-
-def dynamic_shift(latent: Sequence[int], scheduler: Mapping[str, Any]) -> float:
-    """Return the shift of sampling for latents of this shape: its logarithm grows with the number of image tokens.
-
-    Args:
-        scheduler: settings of diffusers' FlowMatchEulerDiscreteScheduler with use_dynamic_shifting.
-    """
-    least, most = scheduler["base_image_seq_len"], scheduler["max_image_seq_len"]
-    slope = (scheduler["max_shift"] - scheduler["base_shift"]) / (most - least)
-    return math.exp(scheduler["base_shift"] + slope * (latent[-2] * latent[-1] // 4 - least))
 
 
 def token_positions(rows: int, columns: int, device: torch.device) -> Tensor:

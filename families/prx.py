@@ -16,25 +16,22 @@ T5Gemma's states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from common.value_types import ImageSize
 from families import sana_autoencoder
-from families.language_models import BYTE_VOCABULARY, LanguageTokenizer, language_model_in_folder
-from families.spec import Column, Family, Pipeline, select_preset
+from families.gemma_family import TINY_GEMMA, GemmaFamily
+from families.language_models import language_model_in_folder
+from families.spec import Pipeline, select_preset
 from weights import hub_names, ldm_names
 
 FLUX_SCALE, FLUX_SHIFT = 0.3611, 0.1159  # of FLUX.1's vae/config.json
-PAD, START = 0, 2  # of Gemma's tokenizer
-SHIFT = 3.0  # scheduler_config.json
 
-TRANSFORMER = dict(context_in_dim=2304, hidden_size=1792, num_heads=28, depth=16, axes_dim=[32, 32])
-TINY_TRANSFORMER = dict(context_in_dim=16, hidden_size=32, num_heads=2, depth=2, axes_dim=[8, 8])
+TRANSFORMER = dict(hidden_size=1792, num_heads=28, depth=16, axes_dim=[32, 32])
+TINY_TRANSFORMER = dict(hidden_size=32, num_heads=2, depth=2, axes_dim=[8, 8])
 FULL: dict[str, Any] = dict(
     transformer=TRANSFORMER,
     flux_vae=dict(block_out_channels=(128, 256, 512, 512), norm_num_groups=32),
@@ -45,11 +42,8 @@ TINY: dict[str, Any] = dict(
     transformer=TINY_TRANSFORMER,
     flux_vae=dict(block_out_channels=(8, 16, 16, 16), norm_num_groups=8),
     dc_ae=sana_autoencoder.TINY,
-    gemma=dict(
-        vocab_size=BYTE_VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8,
-    ),
-)  # fmt: skip
+    gemma=TINY_GEMMA,
+)
 PRESETS = {"full": FULL, "tiny": TINY}
 ON_HUB = {"flux": hub_names.PRX_FLUX, "dc_ae": hub_names.PRX_DC_AE}
 
@@ -63,23 +57,16 @@ def build(preset: str, variant: str) -> PRX:
     return family
 
 
-class PRX(Family):
+class PRX(GemmaFamily):
     """Implements `families.spec.Family`."""
 
     name = "prx"
-    predictions = ("flow",)
-    objective: Mapping[str, Any] = dict(prediction="flow", timesteps="logit_normal", shift=SHIFT, caption_dropout=0.1)
     num_tokens = 256
     pipeline = Pipeline("PRXPipeline", {"text_encoder": ["prx", "T5GemmaEncoder"], "default_sample_size": 512}, ())
-    clip_tokenizer_folder = None
     lora_targets = ("img_qkv_proj", "txt_kv_proj", "to_out.0")
-    sampling_spacing = "inclusive"
 
     def __init__(self, sizes: Mapping[str, Any], variant: str):
-        self.sizes, self.variant = sizes, variant
-        self.text_width = sizes["transformer"]["context_in_dim"]
-        self.vocabulary_size = sizes["gemma"].get("vocab_size", 256000)
-        self.tokenizer = LanguageTokenizer(self.num_tokens, PAD, START)
+        super().__init__(sizes, variant)
         if variant == "dc_ae":
             self.pixels_per_latent, self.latent_channels, self.has_posterior = 32, 32, False
             self.latent_scale = sana_autoencoder.SCALE
@@ -87,20 +74,11 @@ class PRX(Family):
             self.pixels_per_latent, self.side_multiple, self.latent_channels = 8, 16, 16
             self.latent_scale, self.latent_shift = FLUX_SCALE, FLUX_SHIFT
 
-    def text_columns(self) -> dict[str, Column]:
-        return {"gemma_tokens": Column((self.num_tokens,), torch.int64, below=self.vocabulary_size)}
-
-    def stored_columns(self) -> dict[str, Column]:
-        return super().stored_columns() | {"mask": Column((self.num_tokens,), torch.float16)}
-
-    def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
-        return SHIFT
-
     def build_denoiser(self) -> nn.Module:
         from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 
         patch_size = 1 if self.variant == "dc_ae" else 2
-        return PRXTransformer2DModel(self.latent_channels, patch_size, **self.sizes["transformer"])
+        return PRXTransformer2DModel(self.latent_channels, patch_size, self.text_width, **self.sizes["transformer"])
 
     def build_encoders(self) -> dict[str, nn.Module]:
         if self.variant == "dc_ae":
@@ -117,35 +95,14 @@ class PRX(Family):
             "denoiser": ldm_names.network_in_folder("transformer", "PRXTransformer2DModel", "num_heads"),
         }
 
-    def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
+    def clean_caption(self, caption: str) -> str:
         from diffusers.pipelines.prx.pipeline_prx import TextPreprocessor
 
-        clean = TextPreprocessor().clean_text
-        return {"gemma_tokens": self.tokenizer([clean(caption) for caption in captions])}
-
-    def read_tokenizers(self, folder: Path) -> None:
-        """Gemma's table of words is published with its weights; random ones read bytes."""
-        self.tokenizer = LanguageTokenizer(self.num_tokens, PAD, START, folder=folder / "tokenizer")
-
-    def save_tokenizers(self, folder: Path) -> dict[str, str]:
-        return {"tokenizer": self.tokenizer.save(folder / "tokenizer", "GemmaTokenizerFast")}
-
-    def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        return FlowMatchEulerDiscreteScheduler(shift=SHIFT)
+        return TextPreprocessor().clean_text(caption)
 
     def pipeline_call(self, size: ImageSize, guidance: float) -> dict[str, Any]:
         width, height = size
         return {"width": width, "height": height, "guidance_scale": guidance, "use_resolution_binning": False}
-
-    def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        mask = self.text_mask(batch)["mask"]
-        text = encoders["gemma"](input_ids=batch["gemma_tokens"].long(), attention_mask=mask).last_hidden_state
-        return {"text": text, "mask": mask.to(text.dtype)}
-
-    def text_mask(self, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"mask": text["gemma_tokens"] != PAD}
 
     def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
         return denoiser(noisy, times, condition["text"], attention_mask=condition["mask"].bool(), return_dict=False)[0]

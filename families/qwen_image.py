@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from common.value_types import ImageSize
-from families import packing
+from families import packing, wan_autoencoder
 from families.language_models import BYTE_VOCABULARY, LanguageTokenizer, build_language_model, language_model_in_folder
 from families.lora import ATTENTION
 from families.spec import Column, Family, Pipeline, select_preset
@@ -33,11 +33,6 @@ TEMPLATE = (
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 NUM_DROPPED = 34
-# vae/config.json; they are the class's defaults
-LATENT_MEANS: tuple[float, ...] = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
-LATENT_MEANS += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
-LATENT_STDS: tuple[float, ...] = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
-LATENT_STDS += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
 # scheduler_config.json: the logarithm of the shift grows with the number of image tokens
 SCHEDULER: dict[str, Any] = dict(
     use_dynamic_shifting=True,
@@ -88,12 +83,12 @@ class QwenImage(Family):
     objective: Mapping[str, Any] = dict(prediction="flow", timesteps="logit_normal", shift=1.0, caption_dropout=0.1)
     pixels_per_latent, side_multiple = 8, 16
     latent_channels, latent_scale = 16, 1.0
-    latent_means, latent_stds = LATENT_MEANS, LATENT_STDS
+    latent_means, latent_stds = wan_autoencoder.MEANS, wan_autoencoder.STDS
     num_tokens = 512
     pipeline = Pipeline("QwenImagePipeline", {}, ())
     clip_tokenizer_folder = None
     lora_targets = ATTENTION
-    sampling_last_time = SCHEDULER["shift_terminal"]
+    scheduler_settings = SCHEDULER
 
     def __init__(self, sizes: Mapping[str, Any]):
         self.sizes = sizes
@@ -169,19 +164,11 @@ class QwenImage(Family):
 
     # --- sampling, here and in diffusers' pipeline ---
 
-    def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
-        return packing.dynamic_shift(latent, SCHEDULER)
-
     def guide(self, unconditional: Tensor, conditional: Tensor, guidance: float) -> Tensor:
         """Each token of the guided prediction is as long as that of the conditional one."""
         guided = packing.pack(super().guide(unconditional, conditional, guidance))
         lengths = packing.pack(conditional).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         return packing.unpack(guided * lengths, *conditional.shape[-2:])
-
-    def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        return FlowMatchEulerDiscreteScheduler(**SCHEDULER)
 
     def pipeline_call(self, size: ImageSize, guidance: float) -> dict[str, Any]:
         call = {"width": size[0], "height": size[1], "true_cfg_scale": guidance, "max_sequence_length": self.num_tokens}
@@ -194,4 +181,4 @@ class QwenImage(Family):
 def _reach_text_layers(block: nn.Module, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Give the last block's text layers, whose output nothing reads, gradients of zero: DDP waits for every gradient."""
     text, image = output
-    return text, image + 0.0 * text.sum()
+    return text, image + 0.0 * text.sum() if torch.is_grad_enabled() else image

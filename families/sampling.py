@@ -10,7 +10,8 @@ The samplers are diffusers' schedulers with the settings of Stable Diffusion's p
 deterministic: each row's latent depends only on that row's noise.
 
 A flow has only euler: t from 1 to 0, in equal steps, which a shift moves towards 1, as in FLUX's pipeline; or
-`linear_quadratic`, as in Mochi's: half of the steps go from 1 to 0.975, the others ever faster to 0.
+`linear_quadratic`, as in Mochi's: half of the steps go from 1 to 0.975, the others ever faster to 0. `inclusive` is as
+diffusers' scheduler spaces them by itself, for SD3, PRX and Sana.
 
 For ddim and plms, choose a number of steps that divides 1000: with 51, for example, they begin at step 951.
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -195,6 +196,17 @@ def flow_times(steps: int, spacing: Spacing = "linear") -> list[float]:
     rate = SLOW_HALF_NOISE / slow
     bend = (1.0 - rate * steps) / (steps - slow) ** 2
     return [1.0 - rate * step - bend * max(0, step - slow) ** 2 for step in range(steps)]
+
+
+def dynamic_shift(latent: Sequence[int], scheduler: Mapping[str, Any]) -> float:
+    """Return the shift for latents of this shape: its logarithm grows with the number of image tokens, 2 x 2 latents each.
+
+    Args:
+        scheduler: settings of diffusers' FlowMatchEulerDiscreteScheduler with use_dynamic_shifting.
+    """
+    least, most = scheduler["base_image_seq_len"], scheduler["max_image_seq_len"]
+    slope = (scheduler["max_shift"] - scheduler["base_shift"]) / (most - least)
+    return math.exp(scheduler["base_shift"] + slope * (latent[-2] * latent[-1] // 4 - least))
 
 
 def classifier_free_guidance(unconditional: Tensor, conditional: Tensor, guidance: float) -> Tensor:

@@ -15,31 +15,21 @@ Shapes: B batch, H W image height and width in px, L = 300 text tokens, D = 2304
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from common.value_types import ImageSize
 from families import sana_autoencoder
-from families.language_models import BYTE_VOCABULARY, LanguageTokenizer, build_language_model, language_model_in_folder
+from families.gemma_family import TINY_GEMMA, GemmaFamily
+from families.language_models import build_language_model, language_model_in_folder
 from families.lora import ATTENTION
-from families.spec import Column, Family, Pipeline, select_preset
+from families.spec import Pipeline, select_preset
 from weights import hub_names, ldm_names
 
-PAD, START = 0, 2  # of Gemma's tokenizer
-SHIFT = 3.0  # flow_shift in scheduler_config.json
-FULL: dict[str, Any] = dict(dc_ae=sana_autoencoder.FULL, gemma={}, caption_channels=2304)
-TINY: dict[str, Any] = dict(
-    dc_ae=sana_autoencoder.TINY,
-    gemma=dict(
-        vocab_size=BYTE_VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8,
-    ),
-    caption_channels=16,
-)  # fmt: skip
+FULL: dict[str, Any] = dict(dc_ae=sana_autoencoder.FULL, gemma={})
+TINY: dict[str, Any] = dict(dc_ae=sana_autoencoder.TINY, gemma=TINY_GEMMA)
 SMALL = dict(num_layers=2, num_attention_heads=4, attention_head_dim=8, num_cross_attention_heads=2)
 SMALL |= dict(cross_attention_head_dim=16, cross_attention_dim=32)
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
@@ -65,34 +55,15 @@ def build(preset: str, variant: str) -> Sana:
     return family
 
 
-class Sana(Family):
+class Sana(GemmaFamily):
     """Implements `families.spec.Family`."""
 
     name = "sana"
-    predictions = ("flow",)
-    objective: Mapping[str, Any] = dict(prediction="flow", timesteps="logit_normal", shift=SHIFT, caption_dropout=0.1)
     pixels_per_latent, latent_channels, has_posterior = 32, 32, False
     latent_scale = sana_autoencoder.SCALE
     num_tokens = 300
     pipeline = Pipeline("SanaPipeline", {}, (), is_square=True)
-    clip_tokenizer_folder = None
     lora_targets = ATTENTION
-    sampling_spacing = "inclusive"
-
-    def __init__(self, sizes: Mapping[str, Any], variant: str):
-        self.sizes, self.variant = sizes, variant
-        self.text_width = sizes["caption_channels"]
-        self.vocabulary_size = sizes["gemma"].get("vocab_size", 256000)
-        self.tokenizer = LanguageTokenizer(self.num_tokens, PAD, START)
-
-    def text_columns(self) -> dict[str, Column]:
-        return {"gemma_tokens": Column((self.num_tokens,), torch.int64, below=self.vocabulary_size)}
-
-    def stored_columns(self) -> dict[str, Column]:
-        return super().stored_columns() | {"mask": Column((self.num_tokens,), torch.float16)}
-
-    def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
-        return SHIFT
 
     def build_denoiser(self) -> nn.Module:
         from diffusers.models import SanaTransformer2DModel
@@ -107,32 +78,12 @@ class Sana(Family):
         names = ldm_names.network_in_folder("transformer", "SanaTransformer2DModel", "num_attention_heads")
         return {"vae": sana_autoencoder.names, "gemma": language_model_in_folder(), "denoiser": names}
 
-    def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        return {"gemma_tokens": self.tokenizer([caption.lower().strip() for caption in captions])}
-
-    def read_tokenizers(self, folder: Path) -> None:
-        """Gemma's table of words is published with its weights; random ones read bytes."""
-        self.tokenizer = LanguageTokenizer(self.num_tokens, PAD, START, folder=folder / "tokenizer")
-
-    def save_tokenizers(self, folder: Path) -> dict[str, str]:
-        return {"tokenizer": self.tokenizer.save(folder / "tokenizer", "GemmaTokenizerFast")}
-
-    def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        return FlowMatchEulerDiscreteScheduler(shift=SHIFT)
+    def clean_caption(self, caption: str) -> str:
+        return caption.lower().strip()
 
     def pipeline_call(self, size: ImageSize, guidance: float) -> dict[str, Any]:
         call = {"width": size[0], "height": size[1], "guidance_scale": guidance}
         return call | {"use_resolution_binning": False, "complex_human_instruction": None}
-
-    def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        mask = self.text_mask(batch)["mask"]
-        text = encoders["gemma"](input_ids=batch["gemma_tokens"].long(), attention_mask=mask).last_hidden_state
-        return {"text": text, "mask": mask.to(text.dtype)}
-
-    def text_mask(self, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"mask": text["gemma_tokens"] != PAD}
 
     def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
         return denoiser(

@@ -104,6 +104,7 @@ class SD3(Family):
     lora_targets = JOINT_ATTENTION
     overflow_encoders = ("t5",)
     fp32_encoders = ("vae",)  # vae/config.json has force_upcast set
+    scheduler_settings: Mapping[str, Any] = dict(shift=SHIFT)
     sampling_spacing = "inclusive"
 
     def __init__(self, sizes: Mapping[str, Any], variant: str):
@@ -124,9 +125,6 @@ class SD3(Family):
 
     def stored_columns(self) -> dict[str, Column]:
         return super().stored_columns() | {"pooled": Column((self.pooled_width,), torch.float16)}
-
-    def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
-        return SHIFT
 
     def build_denoiser(self) -> nn.Module:
         from diffusers.models import SD3Transformer2DModel
@@ -171,11 +169,6 @@ class SD3(Family):
         classes = {name: pipeline_files.save_clip_tokenizer(folder / name, pad) for name, pad in pads.items()}
         t5 = pipeline_files.save_t5_tokenizer(folder / "tokenizer_3", self.t5_tokenizer.published, T5_NUM_TOKENS)
         return {**classes, "tokenizer_3": t5}
-
-    def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool) -> Any:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        return FlowMatchEulerDiscreteScheduler(shift=SHIFT)
 
     def pipeline_call(self, size: ImageSize, guidance: float) -> dict[str, Any]:
         return {"width": size[0], "height": size[1], "max_sequence_length": T5_NUM_TOKENS, "guidance_scale": guidance}

@@ -8,7 +8,8 @@ A batch is a dict of tensors with B first. The family defines them for each stag
     stage     column     type     one sample, SD2 at 512 px
     images    images     uint8    (3, H, W), e.g. (3, 512, 512), not normalized; float32, / 255 (the variant mlperf)
     videos    videos     uint8    (3, F, H, W), e.g. (3, 9, 544, 960), not normalized: families of videos, instead of images
-    moments   moments    float16  (2C, h, w), e.g. (8, 64, 64): mean then logvar of the posterior, unscaled
+    moments   moments    float16  (2C, h, w), e.g. (8, 64, 64): mean then logvar of the posterior, unscaled; (C, h, w)
+                                  of an autoencoder without one (DC-AE)
     both      tokens     int64    (L,), e.g. (77,); a family with two tokenizers has a second such column
     moments   text       float16  (L, D), e.g. (77, 1024): stored states of the text encoder, instead of tokens
     moments   pooled     float16  (P,): stored states of the whole caption, where the family has some (SDXL, FLUX)
@@ -33,7 +34,14 @@ from torch import Tensor, nn
 from common.value_types import ImageSize, format_value
 from families.lora import ATTENTION
 from families.objectives import Objective, ObjectiveConfig, build_objective
-from families.sampling import PUBLISHED_SETTINGS, Spacing, build_scheduler, classifier_free_guidance
+from families.sampling import (
+    FLOW,
+    PUBLISHED_SETTINGS,
+    Spacing,
+    build_scheduler,
+    classifier_free_guidance,
+    dynamic_shift,
+)
 
 if TYPE_CHECKING:
     from weights.ldm_names import NetworkNames
@@ -142,8 +150,8 @@ class Family:
     """Default layers with an adapter, see families.lora."""
     sampling_spacing: Spacing = "linear"
     """How the steps of sampling are spread, see families.sampling."""
-    sampling_last_time: float | None = None
-    """The last time at which a flow's network is called, to which the others are stretched; None: as the shift leaves it."""
+    scheduler_settings: Mapping[str, Any] = {}
+    """Of a flow's scheduler_config.json, for diffusers' FlowMatchEulerDiscreteScheduler; what is not in it is the default."""
     shipped_weights: Path | None = None
     """The diffusers folder in this repository with the encoders' weights, the default of `model.weights`; None: none."""
     pipeline: Pipeline | None = Pipeline(
@@ -317,7 +325,9 @@ class Family:
 
     def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
         """Return the shift of a flow's times for latents of this shape, see families.objectives.shift_times; 1: none."""
-        return 1.0
+        if self.scheduler_settings.get("use_dynamic_shifting"):
+            return dynamic_shift(latent, self.scheduler_settings)
+        return self.scheduler_settings.get("shift", 1.0)
 
     def guide(self, unconditional: Tensor, conditional: Tensor, guidance: float) -> Tensor:
         """# (B, C, h, w) each -> (B, C, h, w): the prediction with guidance."""
@@ -325,6 +335,10 @@ class Family:
 
     def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool) -> Any:
         """Return diffusers' scheduler with which its pipeline samples as `sample` of families.sampling does."""
+        if prediction == FLOW:
+            from diffusers import FlowMatchEulerDiscreteScheduler
+
+            return FlowMatchEulerDiscreteScheduler(**self.scheduler_settings)
         scheduler: Any = build_scheduler(sampler, prediction, zero_terminal_snr=zero_terminal_snr)
         scheduler.register_to_config(**PUBLISHED_SETTINGS)
         return scheduler

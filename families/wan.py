@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from common.value_types import ImageSize
-from families import pipeline_files
+from families import pipeline_files, wan_autoencoder
 from families.lora import ATTENTION
 from families.spec import Column, select_preset
 from families.video_family import AMD_OBJECTIVE, VideoFamily
@@ -49,26 +49,6 @@ from weights.encoder_networks import (
 
 MASK_CHANNELS = 4  # one for each frame that a latent encodes
 MAX_LATENTS_480P = (832 // 8) * (480 // 8)
-
-# vae/config.json
-LATENT_MEANS: tuple[float, ...] = (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508)
-LATENT_MEANS += (0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921)
-LATENT_STDS: tuple[float, ...] = (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743)
-LATENT_STDS += (3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160)
-
-# The same of Wan 2.2's autoencoder
-LATENT_MEANS_16X: tuple[float, ...] = (-0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557)
-LATENT_MEANS_16X += (-0.1382, 0.0542, 0.2813, 0.0891, 0.1570, -0.0098, 0.0375, -0.1825)
-LATENT_MEANS_16X += (-0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502)
-LATENT_MEANS_16X += (-0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.1230)
-LATENT_MEANS_16X += (-0.0313, -0.1649, 0.0117, 0.0723, -0.2839, -0.2083, -0.0520, 0.3748)
-LATENT_MEANS_16X += (0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667)
-LATENT_STDS_16X: tuple[float, ...] = (0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.4990, 0.4818, 0.5013)
-LATENT_STDS_16X += (0.8158, 1.0344, 0.5894, 1.0901, 0.6885, 0.6165, 0.8454, 0.4978)
-LATENT_STDS_16X += (0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659)
-LATENT_STDS_16X += (0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093)
-LATENT_STDS_16X += (0.5709, 0.6065, 0.6415, 0.4944, 0.5726, 1.2042, 0.5458, 1.6887)
-LATENT_STDS_16X += (0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744)
 
 # transformer/config.json; all else is the class's default
 LARGE_TRANSFORMER: dict[str, Any] = dict(num_attention_heads=40, ffn_dim=13824, num_layers=40, text_dim=4096)
@@ -96,9 +76,11 @@ TINY_ENCODERS: dict[str, Any] = dict(
         hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     ),
 )
-# vae/config.json of Wan 2.2: pixels in blocks of 2 x 2 go in, and shortcuts stand beside the blocks
+# vae/config.json of Wan 2.2
 VAE_16X: dict[str, Any] = dict(z_dim=48, is_residual=True, in_channels=12, out_channels=12, patch_size=2)
-VAE_16X |= dict(scale_factor_spatial=16, latents_mean=list(LATENT_MEANS_16X), latents_std=list(LATENT_STDS_16X))
+VAE_16X |= dict(
+    scale_factor_spatial=16, latents_mean=list(wan_autoencoder.MEANS_16X), latents_std=list(wan_autoencoder.STDS_16X)
+)
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     variant: {
         "full": FULL_ENCODERS | {"transformer": transformer},
@@ -153,9 +135,9 @@ class Wan(VideoFamily):
         self.has_first_frame = variant == "i2v"
         self.text_width = sizes["umt5"]["d_model"]
         self.umt5_tokenizer = T5Tokenizer(self.num_tokens)
-        self.latent_means, self.latent_stds = LATENT_MEANS, LATENT_STDS
+        self.latent_means, self.latent_stds = wan_autoencoder.MEANS, wan_autoencoder.STDS
         if variant == "ti2v_5b":
-            self.latent_means, self.latent_stds = LATENT_MEANS_16X, LATENT_STDS_16X
+            self.latent_means, self.latent_stds = wan_autoencoder.MEANS_16X, wan_autoencoder.STDS_16X
             self.latent_channels, self.pixels_per_latent, self.side_multiple = 48, 16, 32
             self.num_frames, self.frames_per_sec = 121, 24.0
 

@@ -158,7 +158,7 @@ def check(config: ShardsConfig) -> list[Problem]:
         text = f"caption_text: given beside caption={config.caption}. Give one of them."
         return [Problem(text, ("caption_text", "caption"))]
     if config.caption_text is not None and not config.caption_text.strip():
-        return [Problem("caption_text: an empty text. Give a caption, or leave it out.", ("caption_text",))]
+        return [Problem("caption_text: is empty. Give a caption, or leave it out.", ("caption_text",))]
     if config.similarity is not None and config.min_similarity is None:
         return [Problem("similarity: has no use without min_similarity. Give that, or leave it out.", ("similarity",))]
     return check_engine_keys(config)

@@ -171,10 +171,8 @@ class ShapesMoving(VideoFamily, Shapes):
     pixels_per_latent, side_multiple = PIXELS_PER_LATENT, 2 * PIXELS_PER_LATENT
     latent_channels = len(MOVING_LATENT_MEANS)
     latent_means, latent_stds = MOVING_LATENT_MEANS, MOVING_LATENT_STDS
+    scheduler_settings: Mapping[str, Any] = dict(shift=MOVING_SHIFT)
     lora_targets = ATTENTION
-
-    def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
-        return MOVING_SHIFT
 
     def build_denoiser(self) -> nn.Module:
         from diffusers.models import WanTransformer3DModel
