@@ -88,8 +88,8 @@ def test_hooks_and_ci_run_the_same_checks():
     assert re.search(r"^test: .*\blint\b", makefile, re.M) and "make test\n" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_the_page_of_licences_names_all_that_is_fetched_by_default():
-    page = (ROOT / "docs" / "licences.md").read_text()
+def test_the_page_of_licenses_names_all_that_is_fetched_by_default():
+    page = (ROOT / "docs" / "licenses.md").read_text()
     wanted = [SD2, SD15, PUBLISHED_FILE, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "LAION-400M", "COCO 2014"]
     assert [name for name in wanted if name not in page] == []
     variants = {f"{SD2.removesuffix('-base')}{rest}" for rest in ("", "-base", "-1", "-1-base")}
