@@ -57,6 +57,7 @@ from families import encoders, load_family, lora, pipeline_files
 from families.encoders import ModelConfig, default_weights, model_problems
 from families.lora import LoraConfig
 from families.sampling import MIN_STEPS, default_sampler, sampling_problems
+from families.spec import Family
 from model import LatentDiffusion
 from reports.model_card import Card
 from run_folder.environment import commit
@@ -76,6 +77,7 @@ from training import initial_weights
 from training.config import RunConfig, build
 from weights.files import WEIGHT_SUFFIXES, open_weights
 from weights.hub import upload, upload_problem
+from weights.published import Networks
 from weights.tensors import fingerprint
 
 SCHEMA = 1
@@ -236,7 +238,7 @@ def describe_export(
     trained_on: dict[str, Any] = dict(prediction=prediction, zero_terminal_snr=zero_terminal_snr)
     if sampling_problems(sampler, MIN_STEPS, 1.0, **trained_on):  # such a run was never sampled
         sampler = default_sampler(prediction)
-    size, guidance = evaluation.image_size_or(size[:2]), evaluation.guidances()[0]
+    (width, height, *num_frames), guidance = evaluation.image_size_or(size), evaluation.guidances()[0]
     return {
         "schema": SCHEMA,
         **_identity(run),
@@ -244,14 +246,16 @@ def describe_export(
         "family": model.family.name,
         "variant": model.family.variant,
         "preset": model_config.preset,
-        "image_size": list(size),
+        "image_size": [width, height],
+        "num_frames": num_frames[0] if num_frames else None,
+        "frames_per_sec": (masked_keys.get("data.fps") or model.family.frames_per_sec) if num_frames else None,
         "prediction": prediction,
         "zero_terminal_snr": zero_terminal_snr,
         "sampler": sampler,
         "steps": evaluation.steps,
         "guidance": guidance,
         "pipeline": pipeline_files.get_pipeline(model.family).name,
-        "pipeline_call": model.family.pipeline_call(size, guidance),
+        "pipeline_call": model.family.pipeline_call((width, height, *num_frames), guidance),
         "seed": seed,
         "precision": precision,
         "encoders": masking.restore_interpolations({"model.weights": model_config.weights})["model.weights"],
@@ -367,20 +371,41 @@ def export(address: str, out: Path, config: ExportConfig) -> dict[str, Any]:
         stored = {name: pipeline_files.cast_for_storage(name, tensor, config.dtype) for name, tensor in adapter.items()}
         return _summarize(out, facts, write_file(out, stored, facts), began)
     if is_ldm(out):
-        size = write_file(out, pipeline_files.collect_single_file_tensors(networks, config.dtype), facts)
+        num_bytes = write_file(out, pipeline_files.collect_single_file_tensors(networks, config.dtype), facts)
     else:
-        sampled = dict(zero_terminal_snr=facts["zero_terminal_snr"])
-        scheduler = model.family.pipeline_scheduler(facts["sampler"], facts["prediction"], **sampled)
-        with atomic_folder(out) as folder:
-            how = dict(size=facts["image_size"], dtype=config.dtype)
-            facts["code"] = pipeline_files.save_pipeline(folder, model.family, networks, scheduler, **how)
-            scored = dict(scores=scores_of(run, facts), summary=read_summary(run))
-            card = Card(config.push_to_hub or out.resolve().name, facts, masked_keys, caption_of(run), **scored)
-            write_atomic(folder / "README.md", card.text())
-            write_atomic(folder / RUN_CONFIG, text)
-            write_json(folder / EXPORT_FILE, {**facts, "files": sorted(_files(folder))})
-            size = sum((folder / name).stat().st_size for name in _files(folder))
-    return _summarize(out, facts, size, began)
+        scored = dict(scores=scores_of(run, facts), summary=read_summary(run))
+        card = Card(config.push_to_hub or out.resolve().name, facts, masked_keys, caption_of(run), **scored)
+        size = run_config.eval.image_size_or(run_config.size)
+        num_bytes = write_folder(out, model.family, networks, facts, size=size, card=card, run_config=text)
+    return _summarize(out, facts, num_bytes, began)
+
+
+def write_folder(
+    out: Path,
+    family: Family,
+    networks: Networks,
+    facts: dict[str, Any],
+    *,
+    size: ImageSize,
+    card: Card,
+    run_config: str,
+) -> int:
+    """Write a pipeline's folder and what describes it; return its bytes. Raises OSError, or ValueError: see `save_pipeline`.
+
+    Args:
+        facts: of export.json; gets the key `code`, which the card reads too.
+        size: of the pipeline's images or videos.
+        run_config: the run's configuration, without secrets.
+    """
+    sampled = dict(zero_terminal_snr=facts["zero_terminal_snr"], size=size)
+    scheduler = family.pipeline_scheduler(facts["sampler"], facts["prediction"], **sampled)
+    with atomic_folder(out) as folder:
+        how = dict(size=size, dtype=facts["dtype"])
+        facts["code"] = pipeline_files.save_pipeline(folder, family, networks, scheduler, **how)
+        write_atomic(folder / "README.md", card.text())
+        write_atomic(folder / RUN_CONFIG, run_config)
+        write_json(folder / EXPORT_FILE, {**facts, "files": sorted(_files(folder))})
+        return sum((folder / name).stat().st_size for name in _files(folder))
 
 
 def write_file(out: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> int:

@@ -390,10 +390,11 @@ def theirs(model: LatentDiffusion, case: LatencyCase) -> Maker:
     for network in (model.denoiser, *model.frozen.values()):
         nn.Module.to(network, dtype)  # diffusers' own warns of every cast
     family, objective = model.family, model.objective
-    made_for = dict(zero_terminal_snr=objective.zero_terminal_snr)
+    size = parse_size(case.image_size)
+    made_for: dict[str, Any] = dict(zero_terminal_snr=objective.zero_terminal_snr, size=size)
     pipeline = pipeline_of(model, family.pipeline_scheduler(case.sampler, objective.prediction, **made_for))
     call = {"width": case.image_size, "height": case.image_size}
-    call |= family.pipeline_call(parse_size(case.image_size), case.guidance)
+    call |= family.pipeline_call(size, case.guidance)
 
     def make() -> Tensor:
         noise = prompt_noise(SEED, range(case.batch_size), model.latent_shape)

@@ -253,11 +253,13 @@ def _fetch_published(name: str, family: Family, *, with_encoders: bool) -> hub_n
     return hub.fetch(name, denoiser_alone, key="eval.py").name
 
 
-def model_keys_of_export(source: EvalSource) -> dict[str, str]:
+def model_keys_of_export(source: EvalSource) -> dict[str, str | int]:
     """Return what an export says of its network, as keys of a run; {}: it is no export, and the user has to give them."""
     stated = pipeline_files.read_first_json([source.path / EXPORT_FILE]) if source.kind == "diffusers" else {}
     keys = ("family", "preset", "variant")
-    return {f"model.{key}": stated[key] for key in keys if isinstance(stated.get(key), str)}
+    num_frames = stated.get("num_frames")
+    of_videos = {"num_frames": num_frames} if isinstance(num_frames, int) else {}
+    return {f"model.{key}": stated[key] for key in keys if isinstance(stated.get(key), str)} | of_videos
 
 
 def has_encoders(source: EvalSource) -> bool:

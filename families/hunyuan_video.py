@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from families import pipeline_files
 from families.lora import JOINT_ATTENTION
-from families.spec import Column, select_preset
+from families.spec import Column, Pipeline, select_preset
 from families.video_family import AMD_OBJECTIVE, VideoFamily
 from weights import hub_names, ldm_names
 from weights.encoder_networks import (
@@ -108,6 +108,7 @@ class HunyuanVideo(VideoFamily):
     clip_tokenizer_folder = "tokenizer_2"
     lora_targets = JOINT_ATTENTION
     has_guidance_input = True
+    pipeline = Pipeline("HunyuanVideoPipeline", {}, ())
 
     def __init__(self, sizes: Mapping[str, dict[str, Any]]):
         self.sizes = sizes
@@ -166,6 +167,11 @@ class HunyuanVideo(VideoFamily):
     def read_tokenizers(self, folder: Path) -> None:
         """Llama's table of words is published with its weights; random ones read bytes."""
         self.llama_tokenizer = self._tokenizer(folder / "tokenizer" / TOKENIZER_FILE)
+
+    def save_tokenizers(self, folder: Path) -> dict[str, str]:
+        llama = pipeline_files.save_llama_tokenizer(folder / "tokenizer", self.llama_tokenizer)
+        clip = pipeline_files.save_clip_tokenizer(folder / "tokenizer_2", pipeline_files.CLIP_END_TEXT)
+        return {"tokenizer": llama, "tokenizer_2": clip}
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tokens = batch["llama_tokens"].long()

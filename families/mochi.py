@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from families import pipeline_files
 from families.lora import JOINT_ATTENTION
-from families.spec import Column, select_preset
+from families.spec import Column, Pipeline, select_preset
 from families.video_family import AMD_OBJECTIVE, VideoFamily
 from weights import hub_names, ldm_names
 from weights.encoder_networks import T5_END, T5_PAD, T5_VOCABULARY, TOKENIZER_FILE, T5Text, T5Tokenizer, t5_config
@@ -94,6 +94,8 @@ class Mochi(VideoFamily):
     overflow_encoders = ("t5",)
     has_zero_empty_condition = True  # Genmo's demos/fine_tuner/train.py zeroes a dropped caption's states and its mask
     sampling_spacing = "linear_quadratic"
+    scheduler_settings: Mapping[str, Any] = dict(invert_sigmas=True)
+    pipeline = Pipeline("MochiPipeline", {"force_zeros_for_empty_prompt": True}, ())
 
     def __init__(self, sizes: Mapping[str, dict[str, Any]]):
         self.sizes = sizes

@@ -4,7 +4,7 @@ The last part reads what a published model, in such a folder or file, says of it
 
 model_index.json             the class of the pipeline and of each part, see `Family.pipeline`
 unet/ vae/ text_encoder/     config.json and a .safetensors file each; FLUX: transformer/; it and SDXL: text_encoder_2/
-tokenizer/ scheduler/        SDXL, FLUX: tokenizer_2/
+tokenizer/ scheduler/        SDXL, FLUX: tokenizer_2/; Wan's image to video: image_encoder/ and image_processor/
 unet/mixed_norms.py          for mlperf of SD2 alone: its UNet is no class of diffusers', see families/mixed_norms.py
 """
 
@@ -27,12 +27,19 @@ from common.value_types import ImageSize
 from families.sampling import FLOW, FLOW_SCHEDULERS
 from families.spec import Family, Pipeline
 from weights.encoder_networks import (
+    CLIP_MEAN,
     CLIP_NUM_TOKENS,
+    CLIP_STD,
+    LLAMA_END,
+    LLAMA_PAD,
     T5_END,
     T5_FIRST_BYTE,
     T5_PAD,
     TOKENIZER_FILE,
     ClipTextModel,
+    ClipVision,
+    LlamaText,
+    LlamaTokenizer,
     T5Text,
 )
 from weights.files import open_weights
@@ -60,10 +67,7 @@ def collect_networks(family: Family, denoiser: nn.Module, encoders: Mapping[str,
 def get_pipeline(family: Family) -> Pipeline:
     """Return diffusers' pipeline of a family. Raises ValueError: there is none."""
     if family.pipeline is None:
-        reason = "no pipeline of diffusers takes its parts"
-        if family.media == "videos":
-            reason = "folders of videos are not written yet; a snapshot has its weights under diffusers' own names"
-        text = f"model.variant: {family.variant} of {family.name} is not exported: {reason}"
+        text = f"model.variant: {family.variant} of {family.name} is not exported: no pipeline of diffusers takes its parts"
         raise ValueError(f"{text}. Give a run of another variant.")
     return family.pipeline
 
@@ -75,7 +79,7 @@ def save_pipeline(
 
     Args:
         scheduler: of `Family.pipeline_scheduler`, as the model is to be sampled.
-        size: default (width, height) of the pipeline's images, px; FLUX's pipeline always defaults to 1024 x 1024.
+        size: default (width, height) of the pipeline's images, px; the pipelines of FLUX and of videos have constants.
         dtype: fp32, fp16 or bf16, in which the weights are stored.
 
     Returns:
@@ -98,7 +102,8 @@ def save_pipeline(
     for label, (module, network) in networks.items():
         (folder / network.folder).mkdir()
         index[network.folder] = _save_network(folder / network.folder, module)
-        tensors = {name: cast_for_storage(f"{label}.{name}", t, dtype) for name, t in module.state_dict().items()}
+        stored = module.published_tensors() if isinstance(module, ClipVision | LlamaText) else module.state_dict()
+        tensors = {name: cast_for_storage(f"{label}.{name}", tensor, dtype) for name, tensor in stored.items()}
         write_safetensors(folder / network.folder / f"{network.stems[0]}.safetensors", tensors)
     index |= {name: ["transformers", kind] for name, kind in family.save_tokenizers(folder).items()}
     index |= pipeline.settings  # again: one may name another library for a part's class
@@ -161,10 +166,12 @@ def _save_network(folder: Path, module: Any) -> list[str]:
 def _find_class(module: nn.Module) -> tuple[str, str]:
     """Return a network's library and its class there, or its module in this project.
 
-    T5Text and ClipTextModel stand for classes of transformers, whose tensors they have under the published names.
+    Those of weights.encoder_networks stand for classes of transformers, whose tensors they have under the published names.
     """
     if isinstance(module, T5Text):
-        return "transformers", "T5EncoderModel"
+        return "transformers", "UMT5EncoderModel" if module.config.model_type == "umt5" else "T5EncoderModel"
+    if isinstance(module, LlamaText | ClipVision):
+        return "transformers", "LlamaModel" if isinstance(module, LlamaText) else "CLIPVisionModel"
     kind = type(module.text_model if isinstance(module, ClipTextModel) else module)
     library = kind.__module__.partition(".")[0]
     return library if library in ("diffusers", "transformers") else kind.__module__, kind.__name__
@@ -261,6 +268,39 @@ def save_t5_tokenizer(folder: Path, published: Any, num_tokens: int) -> str:
         folder, tokenizer_class=class_name, model_max_length=num_tokens, split_special_tokens=is_text, **names
     )
     return class_name
+
+
+def save_llama_tokenizer(folder: Path, llama: LlamaTokenizer) -> str:
+    """Write a tokenizer for captions in their template into a new folder; return its class.
+
+    transformers' LlamaTokenizer splits text as Llama 2 did, whatever the file says.
+    """
+    from tokenizers import AddedToken, Tokenizer, normalizers
+
+    if llama.published is not None:
+        tokenizer = Tokenizer.from_str(llama.published.to_str())
+        marks = tokenizer.get_added_tokens_decoder()
+        pad = marks[max(marks)].content  # a mask hides it
+    else:
+        pad, (before, end) = "<pad>", llama.template.split("{}")
+        tokenizer = build_byte_tokenizer({pad: LLAMA_PAD, end: LLAMA_END}, 0)
+        tokenizer.normalizer = normalizers.Replace(before[llama.num_prefix_tokens :], "")
+        tokenizer.add_tokens([AddedToken(end, normalized=True)])
+    folder.mkdir()
+    tokenizer.save(str(folder / TOKENIZER_FILE))
+    class_name, has_marks = "PreTrainedTokenizerFast", llama.published is not None
+    settings = dict(tokenizer_class=class_name, pad_token=pad, padding_side="right", model_max_length=llama.length)
+    save_tokenizer_config(folder, split_special_tokens=not has_marks, **settings)
+    return class_name
+
+
+def save_clip_image_processor(folder: Path, side: int) -> str:
+    """Write what prepares images as `weights.encoder_networks.ClipVision` does into a new folder; return its class."""
+    from transformers import CLIPImageProcessor
+
+    sizes: dict[str, Any] = dict(size={"shortest_edge": side}, crop_size=side)
+    CLIPImageProcessor(image_mean=list(CLIP_MEAN), image_std=list(CLIP_STD), **sizes).save_pretrained(folder)
+    return "CLIPImageProcessor"
 
 
 def build_byte_tokenizer(marks: Mapping[str, int], first_byte: int) -> Any:

@@ -11,7 +11,7 @@ deterministic: each row's latent depends only on that row's noise.
 
 A flow has only euler: t from 1 to 0, in equal steps, which a shift moves towards 1, as in FLUX's pipeline; or
 `linear_quadratic`, as in Mochi's: half of the steps go from 1 to 0.975, the others ever faster to 0. `inclusive` is as
-diffusers' scheduler spaces them by itself, for SD3, PRX and Sana.
+diffusers' scheduler spaces them by itself, for SD3, PRX, Sana and Wan.
 
 For ddim and plms, choose a number of steps that divides 1000: with 51, for example, they begin at step 951.
 

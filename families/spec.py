@@ -180,7 +180,10 @@ class Family:
         raise NotImplementedError
 
     def save_tokenizers(self, folder: Path) -> dict[str, str]:
-        """Write each tokenizer into a new folder there; return the folder's name -> transformers' class that reads it."""
+        """Write each tokenizer into a new folder there; return the folder's name -> transformers' class that reads it.
+
+        Also what prepares images for an encoder of transformers, if the pipeline has one.
+        """
         raise NotImplementedError
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -333,8 +336,8 @@ class Family:
         """# (B, C, h, w) each -> (B, C, h, w): the prediction with guidance."""
         return classifier_free_guidance(unconditional, conditional, guidance)
 
-    def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool) -> Any:
-        """Return diffusers' scheduler with which its pipeline samples as `sample` of families.sampling does."""
+    def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool, size: ImageSize) -> Any:
+        """Return diffusers' scheduler with which its pipeline samples as `sample` of families.sampling does, at this size."""
         if prediction == FLOW:
             from diffusers import FlowMatchEulerDiscreteScheduler
 

@@ -7,10 +7,12 @@ f = 1 + (F - 1) / q latent frames: the first one has a separate latent.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from common.value_types import ImageSize
-from families.spec import Column, Family
+from families.spec import Column, Family, Pipeline
 
 AMD_OBJECTIVE = dict(prediction="flow", timesteps="logit_normal", shift=3.0, caption_dropout=0.1)
 """None of the published models states how it was trained; AMD's benchmark trains all of them with these times."""
@@ -30,7 +32,7 @@ class VideoFamily(Family):
     frames_per_latent: int
     latent_scale = 1.0
     pixels_per_latent, side_multiple = 8, 16
-    pipeline = None
+    pipeline: Pipeline | None = None
 
     def size_problem(self, size: ImageSize) -> str | None:
         return super().size_problem(size[:2])
@@ -51,6 +53,10 @@ class VideoFamily(Family):
     def latent_shape(self, size: ImageSize) -> tuple[int, ...]:
         channels, height, width = super().latent_shape(size[:2])
         return (channels, 1 + (size[2] - 1) // self.frames_per_latent, height, width)
+
+    def pipeline_call(self, size: ImageSize, guidance: float) -> dict[str, Any]:
+        width, height, num_frames = size
+        return {"width": width, "height": height, "num_frames": num_frames, "guidance_scale": guidance}
 
     def stored_mask(self) -> Column:
         """Return the column of `text`'s mask, 1 where a caption has a token."""

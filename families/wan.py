@@ -12,6 +12,9 @@ and diffusers' pipelines.
 Image to video: the network's 36 input channels are the noisy latent's 16; 4 of the mask, 1 where a frame is given; and the 16
 of a video that has the first frame and then grey.
 
+Sampling is Euler's method, with the times that WanPipeline takes with diffusers' FlowMatchEulerDiscreteScheduler. Published
+folders have UniPC instead, which is of order 2 and rounds its times down to thousandths.
+
 Shapes: B batch, F frames, H W height and width in px, L = 512 text tokens, D = 4096 width of UMT5's states, N = 257 states
 of CLIP, E = 1280 their width.
     videos (B, 3, F, H, W) -> moments (B, 32, f, H/8, W/8) -> latents (B, 16, f, H/8, W/8), f = 1 + (F - 1) / 4
@@ -33,7 +36,7 @@ from torch import Tensor, nn
 from common.value_types import ImageSize
 from families import pipeline_files, wan_autoencoder
 from families.lora import ATTENTION
-from families.spec import Column, select_preset
+from families.spec import Column, Pipeline, select_preset
 from families.video_family import AMD_OBJECTIVE, VideoFamily
 from weights import hub_names, ldm_names
 from weights.encoder_networks import (
@@ -128,11 +131,15 @@ class Wan(VideoFamily):
     clip_tokenizer_folder = None
     lora_targets = ATTENTION
     overflow_encoders = ("umt5",)
+    sampling_spacing = "inclusive"
     fp32_encoders = ("vae",)  # as in the authors' wan/modules/vae.py and the example of diffusers' WanPipeline
 
     def __init__(self, sizes: Mapping[str, dict[str, Any]], variant: str):
         self.sizes, self.variant = sizes, variant
         self.has_first_frame = variant == "i2v"
+        name = "WanImageToVideoPipeline" if self.has_first_frame else "WanPipeline"
+        # expand_timesteps: a time for each token, all equal without a first frame
+        self.pipeline = Pipeline(name, {"expand_timesteps": variant == "ti2v_5b"}, ("transformer_2",))
         self.text_width = sizes["umt5"]["d_model"]
         self.umt5_tokenizer = T5Tokenizer(self.num_tokens)
         self.latent_means, self.latent_stds = wan_autoencoder.MEANS, wan_autoencoder.STDS
@@ -198,7 +205,12 @@ class Wan(VideoFamily):
 
     def save_tokenizers(self, folder: Path) -> dict[str, str]:
         published = self.umt5_tokenizer.published
-        return {"tokenizer": pipeline_files.save_t5_tokenizer(folder / "tokenizer", published, self.num_tokens)}
+        classes = {"tokenizer": pipeline_files.save_t5_tokenizer(folder / "tokenizer", published, self.num_tokens)}
+        if not self.has_first_frame:
+            return classes
+        processor = folder / "image_processor"
+        side = self.sizes["clip"]["image_size"]
+        return classes | {processor.name: pipeline_files.save_clip_image_processor(processor, side)}
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tokens = batch["umt5_tokens"].long()
@@ -227,6 +239,11 @@ class Wan(VideoFamily):
             encoder_hidden_states_image=states,
             return_dict=False,
         )[0]
+
+    def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool, size: ImageSize) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        return FlowMatchEulerDiscreteScheduler(shift=self.sampling_shift(self.latent_shape(size), 0))
 
 
 def clean_caption(caption: str) -> str:

@@ -65,6 +65,9 @@ class Card:
         sources = {what: address for what, address in weights.items() if address not in (None, "random")}
         licences = {_find_licence(address)[0] for address in sources.values()}
         call = {"num_inference_steps": facts["steps"], **facts["pipeline_call"]}
+        inputs = literal(self.caption)
+        if facts["pipeline"] == "WanImageToVideoPipeline":
+            inputs = f"first_frame, {inputs}"
         commits = {"the run": facts["run_commit"], "the export": facts["commit"]}
         target = {key: self.config.get(f"target.{key}") for key in ("fid", "clip", "val_loss")}
         environment = jinja2.Environment(
@@ -79,7 +82,7 @@ class Card:
             summary=self.summary,
             licence=licences.pop() if len(licences) == 1 else OTHER,
             sources=[(what, address, _find_licence(address)[1]) for what, address in sources.items()],
-            call=", ".join([literal(self.caption), *(f"{key}={value!r}" for key, value in call.items())]),
+            call=", ".join([inputs, *(f"{key}={value!r}" for key, value in call.items())]),
             score_keys=SCORES,
             partial=any(row.get("partial") for row in self.scores),
             target=[(key, value) for key, value in target.items() if value is not None],

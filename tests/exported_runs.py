@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -29,9 +30,10 @@ CASES = {
     "flux_dev": ("model.family=flux", "image_size=[96, 64]"),
     "flux_schnell": ("model.family=flux", "model.variant=schnell"),
     "flux_mlperf": ("model.family=flux", "model.variant=mlperf", "optimizer.lr=1e-2"),
+    "wan_t2v": ("model.family=wan", "model.variant=t2v", "image_size=[64, 32]", "num_frames=5"),
     "sd2_zero_snr": ("objective.prediction=v", "objective.zero_terminal_snr=true", "eval.sampler=ddim"),
 }
-"""Name -> further keys of its run: every family and variant, every sampler."""
+"""Name -> further keys of its run: every sampler, and a family of videos."""
 OF_RUNS = ("model.preset=tiny", "image_size=64", "global_batch_size=8", "max_duration=4ba", "ema.decay=0.5")
 OF_RUNS += ("data.synthetic=true", "data.stage=moments", "ema.enabled=true", "eval.guidance=2")
 OF_RUNS += ("save.every_images=16", "save.snapshot_every_images=16", "measure.window_batches=2")
@@ -67,12 +69,16 @@ def drawn_elsewhere(outs: Mapping[str, Path], folder: Path, num_prompts: int = 1
         outs: name -> an export, which lies in `folder`.
 
     Returns:
-        name -> images of prompts 0, 1, ..., (N, 3, H, W) in [0, 1].
+        name -> images of prompts 0, 1, ..., (N, 3, H, W) in [0, 1]; of videos (N, 3, F, H, W).
     """
     codes = {}
     for name, out in outs.items():
         code = "\n".join(python_blocks((out / "README.md").read_text()))
         code = code.replace(").images[0]", ', output_type="pt").images[0]')
+        code = code.replace(").frames[0]", ', output_type="pt").frames[0].transpose(0, 1)').replace(
+            "video = ", "image = "
+        )
+        code = re.sub(r"^export_to_video.*$", "", code, flags=re.M)
         [call] = [line for line in code.splitlines() if "generator=generator(" in line]
         calls = [call.replace(", 0), output_type", f", {number}), output_type") for number in range(num_prompts)]
         codes[str(folder / f"{name}.pt")] = code + "".join(f"{each}\nimages.append(image)\n" for each in calls)
@@ -93,11 +99,12 @@ def drawn_here(run: Path, num_prompts: int = 1, weights: str = "ema") -> Tensor:
     return torch.cat([model.generate(text, each, **ways) for each in noise])
 
 
-def save_pipeline(model: LatentDiffusion, folder: Path, sampler: str, size: tuple[int, int]) -> Path:
+def save_pipeline(model: LatentDiffusion, folder: Path, sampler: str, size: tuple[int, ...]) -> Path:
     """Write a model as a diffusers folder."""
     family = model.family
     folder.mkdir(parents=True)
     networks = pipeline_files.collect_networks(family, model.denoiser, model.frozen)
-    scheduler = family.pipeline_scheduler(sampler, model.objective.prediction, zero_terminal_snr=False)
+    sampled = dict(zero_terminal_snr=False, size=size)
+    scheduler = family.pipeline_scheduler(sampler, model.objective.prediction, **sampled)
     assert pipeline_files.save_pipeline(folder, family, networks, scheduler, size=size, dtype="fp32") is None
     return folder

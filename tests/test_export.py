@@ -124,6 +124,9 @@ def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run
         drawn = torch.from_numpy(np.asarray(Image.open(path)) / 255.0).permute(2, 0, 1)
         assert drawn.shape == images[name][1].shape and float((drawn - images[name][1]).abs().max()) < 1.5 / 255, name
 
+    of_videos = sources.find_source(str(outs["wan_t2v"]), ModelConfig(), with_encoders=True)
+    assert sources.model_keys_of_export(of_videos)["num_frames"] == 5
+
     # mlperf begins with its own export, and with no other.
     def misfits(variant: str, name: str, prediction: str | None) -> list[str]:
         config = ModelConfig(preset="tiny", variant=variant, denoiser=str(outs[name]))

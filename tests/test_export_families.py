@@ -1,4 +1,4 @@
-"""SDXL and FLUX.1 out of a model and back: diffusers' own pipelines and converters of single files; what is refused."""
+"""Models of images and videos written and read back: diffusers' own pipelines and converters of single files; refusals."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import types
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import test_families
 import torch
 from exported_runs import save_pipeline
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_families import without_zeros
 from torch import nn
@@ -24,7 +26,7 @@ from families.sampling import prompt_generator, prompt_noise
 from model import LatentDiffusion, build_model
 from training import initial_weights
 from weights import ldm_names
-from weights.encoder_networks import T5Tokenizer
+from weights.encoder_networks import LLAMA_PAD, LlamaTokenizer, T5Tokenizer
 from weights.tensors import fingerprint
 
 SIZE = (96, 64)
@@ -41,18 +43,30 @@ MODELS = {
     "prx_dc_ae": ("prx", "dc_ae", "euler", 4.0),
     "qwen_image": ("qwen_image", "stock", "euler", 4.0),
     "sana": ("sana", "1600m", "euler", 4.0),
+    "mochi": ("mochi", "stock", "euler", 4.5),
+    "hunyuan_video": ("hunyuan_video", "stock", "euler", 6.0),
+    "wan_t2v": ("wan", "t2v", "euler", 5.0),
+    "wan_ti2v_5b": ("wan", "ti2v_5b", "euler", 5.0),
+    "wan_i2v": ("wan", "i2v", "euler", 5.0),
 }
+FIRST_FRAME = (200, 40, 90)  # of one color: transformers rounds a resized image to bytes
+
+
+def size_of(name: str) -> tuple[int, ...]:
+    """Return the size of a model's images, or of its videos with two latent frames."""
+    family = load_family(MODELS[name][0], "tiny", MODELS[name][1])
+    return SIZE if family.media == "images" else (64, 32, 1 + family.frames_per_latent)
 
 
 def tiny(name: str) -> LatentDiffusion:
-    return without_zeros(test_families.tiny(*MODELS[name][:2], SIZE))
+    return without_zeros(test_families.tiny(*MODELS[name][:2], size_of(name)))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """A folder of each model, only read."""
     root = tmp_path_factory.mktemp("folders")
-    return {name: save_pipeline(tiny(name), root / name, of[2], SIZE) for name, of in MODELS.items()}
+    return {name: save_pipeline(tiny(name), root / name, of[2], size_of(name)) for name, of in MODELS.items()}
 
 
 def networks_of(model: LatentDiffusion) -> dict[str, tuple[nn.Module, ldm_names.NetworkNames]]:
@@ -67,17 +81,25 @@ def test_plain_diffusers_draws_the_models_images_from_the_folder(name, folders):
     from diffusers import DiffusionPipeline
 
     (*_, sampler, guidance), model = MODELS[name], tiny(name)
-    tokens, noise = model.family.tokenize(CAPTIONS), prompt_noise(0, [0, 1], model.latent_shape)
-    ours = model.generate(tokens, noise, sampler=sampler, steps=4, guidance=guidance)
+    captions = [CAPTIONS[0], ""] if name == "mochi" else CAPTIONS  # whose empty caption has no token
+    tokens, noise = model.family.tokenize(captions), prompt_noise(0, [0, 1], model.latent_shape)
+    size, condition, more = size_of(name), None, {}
+    if name == "wan_i2v":
+        more["image"] = Image.new("RGB", size[:2], FIRST_FRAME)
+        frames = torch.from_numpy(np.array(more["image"])).permute(2, 0, 1)[None, :, None].repeat(2, 1, size[2], 1, 1)
+        condition = {column: model.encode_images(frames)[column] for column in model.image_columns}
+    ours = model.generate(tokens, noise, sampler=sampler, steps=4, guidance=guidance, image_condition=condition)
     pipeline = DiffusionPipeline.from_pretrained(folders[name])
     assert type(pipeline).__name__ == model.family.pipeline.name
     pipeline.set_progress_bar_config(disable=True)
-    call = {**model.family.pipeline_call(SIZE, guidance), "num_inference_steps": 4, "output_type": "pt"}
+    call = {**model.family.pipeline_call(size, guidance), "num_inference_steps": 4, "output_type": "pt", **more}
     theirs = [  # one by one: diffusers' PRX pipeline cannot take two captions with guidance
-        pipeline(prompt=caption, generator=prompt_generator(0, number), **call).images[0]
-        for number, caption in enumerate(CAPTIONS)
+        pipeline(prompt=caption, generator=prompt_generator(0, number), return_dict=False, **call)[0][0]
+        for number, caption in enumerate(captions)
     ]
     theirs = torch.stack(theirs)
+    if model.family.media == "videos":
+        theirs = theirs.transpose(1, 2)  # it has the frames first
     assert ours.std() > 0.05 and float((ours[0] - ours[1]).abs().max()) > 0.02
     assert ours.shape == theirs.shape and float((ours - theirs).abs().max()) < 2e-5
 
@@ -131,6 +153,28 @@ def test_the_second_tokenizer_of_flux_gives_the_familys_tokens_from_bytes_and_fr
             assert torch.equal(tokenizer(captions), tokens), file
 
 
+def test_the_tokenizer_of_llama_gives_the_familys_tokens_from_words(tmp_path):
+    """Marks of the template are tokens, as in the published file; from bytes: in the images above."""
+    import transformers
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    from families.hunyuan_video import TEMPLATE, TEMPLATE_TOKENS
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "Describe": 3, "red": 5, "circle": 6}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    marks = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<pad>")
+    words.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    words.save(str(tmp_path / "tokenizer.json"))
+    ours = LlamaTokenizer(120, TEMPLATE, TEMPLATE_TOKENS, tmp_path / "tokenizer.json")
+    folder = tmp_path / "saved"
+    theirs = getattr(transformers, pipeline_files.save_llama_tokenizer(folder, ours)).from_pretrained(folder)
+    texts = [TEMPLATE.format(caption) for caption in CAPTIONS]
+    made = theirs(texts, padding="max_length", max_length=120, truncation=True, return_tensors="pt")
+    tokens, is_text = ours(CAPTIONS), made.attention_mask.bool()
+    assert torch.equal(tokens != LLAMA_PAD, is_text) and torch.equal(tokens[is_text], made.input_ids[is_text])
+    assert is_text.sum(dim=1).tolist()[1] == 120 and 5 in tokens[0] and words.token_to_id("<|eot_id|>") in tokens[0]
+
+
 # --- and back ---
 
 
@@ -141,7 +185,7 @@ def test_a_folder_is_read_back_as_encoders_and_as_initial_weights(name, folders)
     config = ModelConfig(family, "tiny", variant, weights=str(folders[name]), denoiser=str(folders[name]))
     assert weights_problems(first.family, str(folders[name])) == [] == initial_weights.problems(config, prediction)
     assert pipeline_files.read_stated_objective(folders[name])["prediction"] == prediction
-    again = build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=1)
+    again = build_model(config, ObjectiveConfig(), size=size_of(name), normalize="symmetric", seed=1)
     assert fingerprint(again.denoiser) != fingerprint(first.denoiser)
     assert initial_weights.load(again, str(folders[name])) == [f"begins with {folders[name]}"]
     assert fingerprint(again.denoiser) == fingerprint(first.denoiser)

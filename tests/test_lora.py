@@ -146,11 +146,12 @@ for out, case in json.load(open(sys.argv[1])).items():
     pipeline = DiffusionPipeline.from_pretrained(case["base"])
     pipeline.set_progress_bar_config(disable=True)
     call = dict(case["call"], num_inference_steps=4, output_type="pt", latents=torch.load(case["latents"]))
-    plain = pipeline(case["captions"], **call).images
+    plain = pipeline(case["captions"], return_dict=False, **call)[0]
     pipeline.load_lora_weights(case["adapter"])
-    torch.save([plain, pipeline(case["captions"], **call).images], out)
+    torch.save([plain, pipeline(case["captions"], return_dict=False, **call)[0]], out)
 """
 MODELS = {"sd2": ("stock", 3.0), "sdxl": ("stock", 5.0), "flux": ("dev", 3.5)}
+MODELS |= {"mochi": ("stock", 4.5), "hunyuan_video": ("stock", 6.0), "wan": ("t2v", 5.0)}
 
 
 def saved(name: str, folder: Path) -> tuple[dict, list[torch.Tensor]]:
@@ -158,7 +159,8 @@ def saved(name: str, folder: Path) -> tuple[dict, list[torch.Tensor]]:
 
     Those of the base alone, of base and adapter, and of the merged denoiser.
     """
-    (variant, guidance), sampler = MODELS[name], "ddim" if name != "flux" else "euler"
+    (variant, guidance), sampler = MODELS[name], "ddim" if name in ("sd2", "sdxl") else "euler"
+    size = with_frames(name, SIZE, variant)
     model, captions = with_adapter(name, variant, alpha=3.0), ["a red circle", "two dogs on a beach"]
     noise = prompt_noise(0, [0, 1], model.latent_shape)
 
@@ -166,7 +168,7 @@ def saved(name: str, folder: Path) -> tuple[dict, list[torch.Tensor]]:
         return model.generate(model.family.tokenize(captions), noise, sampler=sampler, steps=4, guidance=guidance)
 
     plain, images, folder = tiny(name, variant), [drawn()], folder / name
-    save_pipeline(plain, folder / "base", sampler, SIZE)
+    save_pipeline(plain, folder / "base", sampler, size)
     generator = torch.Generator().manual_seed(0)
     for parameter in trained_parameters(model).values():
         torch.nn.init.normal_(parameter, std=0.2, generator=generator)
@@ -176,7 +178,7 @@ def saved(name: str, folder: Path) -> tuple[dict, list[torch.Tensor]]:
     lora.merge(model)
     paths = {"base": "base", "adapter": "adapter.safetensors", "latents": "latents.pt"}
     case = {key: str(folder / path) for key, path in paths.items()}
-    return case | {"captions": captions, "call": model.family.pipeline_call(SIZE, guidance)}, [*images, drawn()]
+    return case | {"captions": captions, "call": model.family.pipeline_call(size, guidance)}, [*images, drawn()]
 
 
 @pytest.mark.slow
@@ -189,7 +191,8 @@ def test_plain_diffusers_loads_base_and_adapter_and_draws_our_images(tmp_path):
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     run_without_project([DRAWING, str(tmp_path / "cases.json"), str(Path(peft.__file__).parent.parent)], tmp_path)
     for name, (base, adapted, merged) in ours.items():
-        plain, theirs = torch.load(tmp_path / f"{name}.pt")
+        drawn = torch.load(tmp_path / f"{name}.pt")
+        plain, theirs = (images.transpose(1, 2) if images.ndim == 5 else images for images in drawn)
         for one, two in ((base, plain), (adapted, theirs), (merged, theirs)):
             assert float((one - two).abs().max()) < 5e-5, name
         assert float((base - adapted).abs().max()) > 0.05, name

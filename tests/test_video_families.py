@@ -1,4 +1,7 @@
-"""Mochi, HunyuanVideo and Wan against diffusers' own pipelines and published numbers. Contract of all: test_families.py."""
+"""Mochi, HunyuanVideo and Wan against published code and numbers. Contract of all: test_families.py.
+
+What diffusers' pipelines draw is in test_export_families.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from families import load_family, pipeline_files
 from families.encoders import ModelConfig, model_problems
 from families.objectives import ObjectiveConfig
-from families.sampling import flow_times
 from model import LatentDiffusion, build_model
 from training import initial_weights
 from weights.encoder_networks import CLIP_MEAN, CLIP_STD, LLAMA_PAD, covering_size
@@ -25,42 +27,11 @@ from weights.tensors import fingerprint
 
 SIZE = (48, 32, 13)
 CAPTIONS = ["a red circle moves left", "", "café &amp; more"]
-STEPS = 4
 CPU = torch.device("cpu")
 
 
 def tiny(name: str, variant: str = "stock") -> LatentDiffusion:
     return test_families.tiny(name, variant, SIZE)
-
-
-def noise_of(model: LatentDiffusion, num: int = 2) -> torch.Tensor:
-    return torch.randn(num, *model.family.latent_shape(SIZE), generator=torch.Generator().manual_seed(0))
-
-
-def scheduler_of(shift: float, **more: Any) -> Any:
-    """Return diffusers' scheduler of a flow, which takes its times from the number of steps, 1 to 1 / n."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    class EqualSteps(FlowMatchEulerDiscreteScheduler):
-        def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, **ways):
-            sigmas = sigmas if sigmas is not None else flow_times(num_inference_steps)
-            super().set_timesteps(device=device, sigmas=list(sigmas), **ways)
-
-    return EqualSteps(shift=shift, **more)
-
-
-def call(pipeline: Any, size: tuple[int, int, int], noise: torch.Tensor, **given: Any) -> torch.Tensor:
-    """Return what a pipeline draws, (B, 3, F, H, W) in [0, 1]."""
-    pipeline.set_progress_bar_config(disable=True)
-    sizes = dict(zip(("width", "height", "num_frames"), size, strict=True))
-    with torch.no_grad():
-        frames = pipeline(latents=noise, num_inference_steps=STEPS, output_type="pt", **sizes, **given).frames
-    return frames.transpose(1, 2)
-
-
-def assert_videos_are(theirs: torch.Tensor, made: torch.Tensor) -> None:
-    assert made.shape == theirs.shape == (len(made), 3, 13, 32, made.shape[-1])
-    assert float((made - theirs).abs().max()) < 2e-5
 
 
 def with_more_layers(own: Any, depth: int) -> Any:
@@ -84,9 +55,6 @@ def t5_of(model: LatentDiffusion, folder: Path) -> dict[str, Any]:
     return dict(text_encoder=theirs, tokenizer=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"))
 
 
-# --- drawing ---
-
-
 def with_diffusers_attention(model: LatentDiffusion) -> LatentDiffusion:
     """Give Mochi's blocks diffusers' own attention, which takes the hidden tokens out."""
     from diffusers.models.attention_processor import MochiAttnProcessor2_0
@@ -94,74 +62,6 @@ def with_diffusers_attention(model: LatentDiffusion) -> LatentDiffusion:
     for block in model.denoiser.transformer_blocks:
         block.attn1.processor = MochiAttnProcessor2_0()
     return model
-
-
-@pytest.mark.parametrize(("caption", "guidance"), [(CAPTIONS[0], 4.5), (CAPTIONS[2], 1.0), ("", 1.0)])
-def test_videos_of_mochi_are_those_of_diffusers_pipeline(caption, guidance, tmp_path):
-    """Times that run backwards, spaced by its rule; means and deviations of the latents; diffusers' own text and attention.
-
-    Of an empty caption no token is seen, as in Genmo's own code: diffusers has a setting for it.
-    """
-    from diffusers import MochiPipeline
-
-    model, noise = tiny("mochi"), noise_of(tiny("mochi"), 1)
-    made = model.generate(model.family.tokenize([caption]), noise, sampler="euler", steps=STEPS, guidance=guidance)
-    scheduler = scheduler_of(1.0, invert_sigmas=True)  # scheduler/scheduler_config.json
-    theirs = with_diffusers_attention(model).denoiser
-    parts = dict(transformer=theirs, vae=model.frozen["vae"], **t5_of(model, tmp_path))
-    pipeline = MochiPipeline(scheduler=scheduler, force_zeros_for_empty_prompt=True, **parts)
-    assert_videos_are(call(pipeline, SIZE, noise, guidance_scale=guidance, prompt=[caption]), made)
-
-
-def test_videos_of_hunyuan_video_are_those_of_diffusers_pipeline():
-    """Times to 1000, shifted once; the guidance scale as an input, in thousandths; mask and pooled state."""
-    from diffusers import HunyuanVideoPipeline
-
-    model, noise = tiny("hunyuan_video"), noise_of(tiny("hunyuan_video"))
-    text = model.family.tokenize(CAPTIONS[::2])
-    made = model.generate(text, noise, sampler="euler", steps=STEPS, guidance=6.0)
-    parts: dict[str, Any] = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    parts |= dict(transformer=model.denoiser, vae=model.frozen["vae"], scheduler=scheduler_of(7.0))
-    states = model.family.encode_text(model.frozen, text)
-    given = dict(prompt_embeds=states["text"], pooled_prompt_embeds=states["pooled"])
-    given["prompt_attention_mask"] = states["mask"].bool()
-    assert_videos_are(call(HunyuanVideoPipeline(**parts), SIZE, noise, guidance_scale=6.0, **given), made)
-
-
-@pytest.mark.parametrize("variant", ["t2v", "i2v", "ti2v_5b"])
-def test_videos_of_wan_are_those_of_diffusers_pipelines(variant, tmp_path):
-    """Times to 1000, shifted once; text states; with i2v the first frame's latents, their mask and CLIP's states."""
-    from diffusers import WanImageToVideoPipeline, WanPipeline
-    from transformers import BatchFeature
-
-    size = (64, 32, 13) if variant == "ti2v_5b" else SIZE  # sides are multiples of 32
-    model = test_families.tiny("wan", variant, size)
-    noise = torch.randn(1, *model.family.latent_shape(size), generator=torch.Generator().manual_seed(0))
-    scheduler = scheduler_of(3.0 if variant == "i2v" else 5.0)
-    parts: dict[str, Any] = dict(vae=model.frozen["vae"], scheduler=scheduler, **t5_of(model, tmp_path))
-    more: dict[str, Any] = dict(prompt=CAPTIONS[2:], negative_prompt="", max_sequence_length=model.family.num_tokens)
-    condition = None
-    if variant != "i2v":
-        is_expanded = variant == "ti2v_5b"  # the time of each token, all equal without a first frame
-        pipeline: Any = WanPipeline(transformer=model.denoiser, expand_timesteps=is_expanded, **parts)
-    else:
-        first = torch.rand(1, 3, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
-        videos = torch.cat([first[:, :, None], torch.rand(1, 3, 12, 32, 48)], dim=2)
-        condition = model.family.encode_image_columns(model.frozen, videos)
-        own = model.frozen["clip"]
-        parts |= dict(image_encoder=with_more_layers(own.vision_model, 2), image_processor=None)
-        pipeline = WanImageToVideoPipeline(transformer=model.denoiser, **parts)
-        pipeline.image_processor = lambda images, return_tensors: BatchFeature(
-            {"pixel_values": own.preprocess(images * 2 - 1)}
-        )
-        more |= dict(image=(first + 1) / 2)
-    text = model.family.tokenize(CAPTIONS[2:])
-    made = model.generate(text, noise, sampler="euler", steps=STEPS, guidance=5.0, image_condition=condition)
-    assert_videos_are(call(pipeline, size, noise, guidance_scale=5.0, **more), made)
-    if variant == "i2v":
-        text = "^wan starts a video from its first frame: first_frame, image_states is not"
-        with pytest.raises(ValueError, match=text):
-            model.generate(model.family.tokenize([""]), noise, sampler="euler", steps=2, guidance=1.0)
 
 
 def test_the_shift_of_wan_is_that_of_its_authors_program():
@@ -174,6 +74,8 @@ def test_the_shift_of_wan_is_that_of_its_authors_program():
     ):
         family = load_family("wan", "tiny", variant)
         assert family.sampling_shift(family.latent_shape((*size, 81)), 50) == shift
+        scheduler = family.pipeline_scheduler("euler", "flow", zero_terminal_snr=False, size=(*size, 81))
+        assert scheduler.config.shift == shift
 
 
 # --- training ---
@@ -283,6 +185,16 @@ def test_states_of_a_first_frame_are_those_of_clip_before_its_last_layer():
         expected = theirs(pixel_values=given, output_hidden_states=True).hidden_states[-2]
         torch.testing.assert_close(own.vision_model(pixel_values=given).last_hidden_state, expected)  # another graph
         assert own(pixels.float() / 127.5 - 1).shape == expected.shape == (1, 5, 8)
+
+
+def test_a_video_without_its_first_frame_is_refused():
+    model = tiny("wan", "i2v")
+    noise, text = (
+        torch.zeros(1, *model.latent_shape),
+        "^wan starts a video from its first frame: first_frame, image_states is not",
+    )
+    with pytest.raises(ValueError, match=text):
+        model.generate(model.family.tokenize([""]), noise, sampler="euler", steps=2, guidance=1.0)
 
 
 def test_a_first_frame_is_scaled_to_the_size_that_transformers_gives_it():

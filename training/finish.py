@@ -90,5 +90,5 @@ def log_next_command(folder: Path, family: Family, eval_when: str) -> None:
         return
     if eval_when == "after":
         log.info(f"next: composer eval.py {folder}")
-    elif family.pipeline is not None and family.media == "images":  # export.py writes these
+    elif family.pipeline is not None:  # export.py writes these
         log.info(f"next: python export.py {folder} OUT")

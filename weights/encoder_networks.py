@@ -5,6 +5,7 @@ They have the tensor names of published weights and the same random weights unde
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,27 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import CLIPTextConfig, CLIPVisionConfig, LlamaConfig, T5Config, UMT5Config
+
+# --- the layers of a published model that nothing reads, and that ours do not have ---
+
+
+def with_layers(config: Any, num: int) -> Any:
+    """Return a copy of a configuration with so many layers more."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers += num
+    return config
+
+
+def unread_layers(module: Any, num: int) -> dict[str, Tensor]:
+    """Return the tensors of so many layers after a module's last one, all zeros."""
+    depth, tensors = module.config.num_hidden_layers, module.state_dict()
+    last = {name: tensor for name, tensor in tensors.items() if f"layers.{depth - 1}." in name}
+    return {
+        name.replace(f"layers.{depth - 1}.", f"layers.{depth + number}."): torch.zeros_like(tensor)
+        for number in range(num)
+        for name, tensor in last.items()
+    }
+
 
 # --- CLIP's text encoder ---
 
@@ -123,10 +145,15 @@ class ClipVision(nn.Module):
             model: Any = CLIPVisionModel(config)
         self.vision_model = getattr(model, "vision_model", model)  # transformers 5 leaves that name out
         self.config: Any = model.config
+        self.published_config = with_layers(model.config, NUM_UNREAD_CLIP_VISION)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=config.initializer_range)
         for norm in (module for module in self.modules() if isinstance(module, nn.LayerNorm)):
             norm.reset_parameters()
+
+    def published_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of CLIPVisionModel; those of the unread layer are zeros."""
+        return {**self.state_dict(), **unread_layers(self, NUM_UNREAD_CLIP_VISION)}
 
     def forward(self, images: Tensor) -> Tensor:  # (B, 3, H, W) in [-1, 1] -> (B, 1 + patches, D)
         """Return the states of the image's middle square."""
@@ -291,11 +318,17 @@ class LlamaText(nn.Module):
             model = LlamaModel(config)
         model.norm = nn.Identity()
         self.config: Any = model.config
+        self.published_config = with_layers(model.config, NUM_UNREAD_LLAMA)
         self.embed_tokens, self.layers, self.rotary_emb = model.embed_tokens, model.layers, model.rotary_emb
         self._model = (model,)  # in a tuple: as a registered module it would give each tensor a second name
         for parameter in self.parameters():  # as transformers draws them, under any of its versions
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=config.initializer_range)
+
+    def published_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of LlamaModel; those of the unread layers are zeros, its norm's are 1."""
+        norm = {"norm.weight": torch.ones(self.config.hidden_size)}
+        return {**self.state_dict(), **unread_layers(self, NUM_UNREAD_LLAMA), **norm}
 
     def forward(self, input_ids: Tensor) -> Tensor:  # (B, L) -> (B, L, D)
         """Return the states; padding is masked."""
