@@ -115,9 +115,13 @@ def save_pipeline(
 def collect_single_file_tensors(networks: Networks, dtype: str) -> dict[str, Tensor]:
     """Return a model's tensors under their names in a single file; of FLUX only the transformer's, as published.
 
-    Raises ValueError: see `save_pipeline`.
+    Raises ValueError: there are no such names, or see `save_pipeline`.
     """
     single_network = [pair for pair in networks.values() if pair[1].is_alone_in_file]
+    nameless = [label for label, (_, network) in networks.items() if not network.prefix]
+    if nameless and not single_network:
+        text = f"out: a .safetensors file, but {', '.join(nameless)} of this model have no names in a single file"
+        raise ValueError(f"{text}. Give the name of a folder.")
     return {
         name: cast_for_storage(name, tensor, dtype)
         for name, tensor in to_ldm_tensors(single_network or networks.values()).items()

@@ -264,6 +264,13 @@ def test_sdxls_single_file_is_read_back_by_ours_and_by_diffusers_converters(tmp_
     assert fingerprint(other.denoiser) == fingerprint(model.denoiser)
 
 
+@pytest.mark.parametrize("name", ["sd3_medium", "wan_t2v"])
+def test_a_model_whose_tensors_have_no_names_in_a_single_file_is_refused(name):
+    text = r"^out: a .safetensors file, but denoiser, .* have no names in a single file\. Give the name of a folder\.$"
+    with pytest.raises(ValueError, match=text):
+        pipeline_files.collect_single_file_tensors(networks_of(tiny(name)), "fp32")
+
+
 def flux_converter(width: int) -> types.FunctionType:
     """Return diffusers' converter with FLUX's width, which is a constant in its code, replaced."""
     from diffusers.loaders import single_file_utils
