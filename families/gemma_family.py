@@ -35,12 +35,14 @@ class GemmaFamily(Family):
     scheduler_settings: Mapping[str, Any] = dict(shift=SHIFT)
     sampling_spacing = "inclusive"
     clip_tokenizer_folder = None
+    prefix = ""
+    """What captions are read after, see LanguageTokenizer."""
 
     def __init__(self, sizes: Mapping[str, Any], variant: str):
         self.sizes, self.variant = sizes, variant
         self.text_width = sizes["gemma"].get("hidden_size", WIDTH)
         self.vocabulary_size = sizes["gemma"].get("vocab_size", VOCABULARY)
-        self.tokenizer = LanguageTokenizer(self.num_tokens, PAD, START)
+        self.tokenizer = LanguageTokenizer(self.num_tokens, PAD, START, prefix=self.prefix)
 
     def clean_caption(self, caption: str) -> str:
         """Return a caption as the published pipeline tokenizes it."""

@@ -20,6 +20,8 @@ from weights.ldm_names import TRANSFORMERS_STEMS, NetworkNames, network_in_folde
 FIRST_BYTE = 256
 """The first of the tokens that stand for bytes; smaller numbers are free for the marks of published tokenizers."""
 BYTE_VOCABULARY = FIRST_BYTE + 256
+PREFIX = FIRST_BYTE - 1
+"""The token of a tokenizer's `prefix`."""
 
 
 class LanguageTokenizer:
@@ -30,6 +32,7 @@ class LanguageTokenizer:
         pad: the token of padding.
         start: the start mark of random weights; a published tokenizer adds its own. None: none.
         template: the text around a caption, which is at {}.
+        prefix: a text before captions that is a single token where bytes are the others, so that tests are fast.
         folder: a published tokenizer's; None: bytes.
         padding_side: None: the published tokenizer's.
 
@@ -45,9 +48,11 @@ class LanguageTokenizer:
         template: str = "{}",
         folder: Path | None = None,
         *,
+        prefix: str = "",
         padding_side: Literal["left", "right"] | None = "right",
     ):
         self.length, self.pad, self.start, self.template, self.folder = length, pad, start, template, folder
+        self.prefix = prefix
         self._published = None if folder is None else read_tokenizer(folder.name, folder / TOKENIZER_FILE)
         stated = {} if folder is None else read_first_json([folder / "tokenizer_config.json"])
         self.padding_side = padding_side or stated.get("padding_side", "right")
@@ -55,15 +60,18 @@ class LanguageTokenizer:
     def __call__(self, captions: Sequence[str]) -> Tensor:
         tokens = torch.full((len(captions), self.length), self.pad)
         for row, caption in zip(tokens, captions, strict=True):
-            numbers = self._encode(self.template.replace("{}", caption))[: self.length]
+            numbers = self.encode(self.template.replace("{}", caption))[: self.length]
             first = 0 if self.padding_side == "right" else self.length - len(numbers)
             row[first : first + len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
         return tokens
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Return a text's tokens, of any number, with the start mark."""
         if self._published is not None:  # a template has all marks
             return self._published.encode(text, add_special_tokens=self.template == "{}").ids
         start = [] if self.start is None else [self.start]
+        if self.prefix and text.startswith(self.prefix):
+            start, text = [*start, PREFIX], text.removeprefix(self.prefix)
         return [*start, *(FIRST_BYTE + byte for byte in text.encode(errors="replace"))]
 
     def save(self, folder: Path, class_name: str, **config: Any) -> str:
@@ -76,10 +84,12 @@ class LanguageTokenizer:
         if self.folder is not None:
             shutil.copytree(self.folder, folder)
             return class_name
-        from tokenizers import processors
+        from tokenizers import AddedToken, processors
 
         marks = {"<pad>": self.pad} | ({} if self.start is None else {"<start>": self.start})
-        tokenizer = build_byte_tokenizer(marks, FIRST_BYTE)
+        tokenizer = build_byte_tokenizer(marks | ({self.prefix: PREFIX} if self.prefix else {}), FIRST_BYTE)
+        if self.prefix:
+            tokenizer.add_tokens([AddedToken(self.prefix)])
         if self.start is not None:
             tokenizer.post_processor = processors.TemplateProcessing(
                 single="<start> $A", special_tokens=[("<start>", self.start)]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from families import load_family
 from families.language_models import FIRST_BYTE, LanguageTokenizer
+from families.sana import INSTRUCTION
 from weights import published
 
 TEXTS = ["a red fox, naïve café", "", "word " * 40]
 
 
-def save_published_tokenizer(folder: Path, **config: object) -> Path:
+def save_published_tokenizer(folder: Path, texts: Sequence[str] = TEXTS, **config: object) -> Path:
     """A byte-pair encoder that was trained on a few words, with a mark before each text, as transformers saves it."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -22,8 +26,8 @@ def save_published_tokenizer(folder: Path, **config: object) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(special_tokens=["<pad>", "<eos>", "<bos>"], initial_alphabet=alphabet, vocab_size=400)
-    tokenizer.train_from_iterator(TEXTS, trainer)
+    trainer = trainers.BpeTrainer(special_tokens=["<pad>", "<eos>", "<bos>"], initial_alphabet=alphabet, vocab_size=500)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", **config).save_pretrained(folder)
     return folder
@@ -43,6 +47,28 @@ def test_tokens_are_those_of_transformers_from_the_saved_folder(kind, side, tmp_
     options = dict(padding="max_length", truncation=True, max_length=24, add_special_tokens=kind != "template")
     expected = theirs([template.replace("{}", text) for text in TEXTS], **options)["input_ids"]
     assert ours(TEXTS).tolist() == expected and ours(TEXTS).max() < FIRST_BYTE + 256
+
+
+def test_captions_of_sana_are_read_after_its_instruction_as_by_its_pipeline(tmp_path):
+    """The unconditional call has no instruction."""
+    from diffusers import SanaPipeline
+    from transformers import PreTrainedTokenizerFast
+
+    family = load_family("sana", "tiny", "1600m")
+    family.read_tokenizers(save_published_tokenizer(tmp_path / "tokenizer", [INSTRUCTION]).parent)
+    torch.manual_seed(0)
+    gemma = family.build_encoders()["gemma"].eval()
+    parts: dict[str, Any] = dict.fromkeys(("vae", "transformer", "scheduler"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
+    pipeline = SanaPipeline(tokenizer=tokenizer, text_encoder=gemma, **parts)
+    instruction = inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+    captions = ["A red fox, naïve café"]
+    with torch.no_grad():
+        ours = family.encode_text({"gemma": gemma}, family.tokenize([*captions, ""]))
+        states = pipeline.encode_prompt(captions, device="cpu", complex_human_instruction=instruction)
+    text, mask = torch.cat(states[::2]), torch.cat(states[1::2]).bool()
+    assert torch.equal(ours["mask"].bool(), mask) and mask[1].sum() == 1
+    torch.testing.assert_close(ours["text"][mask], text[mask], rtol=1e-5, atol=1e-5)
 
 
 def test_a_language_model_is_read_from_a_folder_with_its_head_and_its_image_encoder(tmp_path):
