@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import io
 import json
@@ -182,9 +183,12 @@ def cache_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
-@contextlib.contextmanager
-def cost_made_up() -> Iterator[None]:
-    """Give a step a made-up cost: a run's own is traced through its network, which takes seconds for each of its keys."""
+@pytest.fixture(scope="session", autouse=True)
+def made_up_cost() -> Iterator[None]:
+    """Give every step in this process a made-up cost: tracing a network takes seconds for each set of keys."""
+    if "training.builders" not in sys.modules:
+        yield
+        return
     import training.builders
     from training.memory import Cost
 
@@ -202,10 +206,12 @@ def cost_made_up() -> Iterator[None]:
 
 
 @pytest.fixture
-def quick_estimate() -> Iterator[None]:
-    """For tests in which it does not matter what memory a run takes, see `cost_made_up`."""
-    with cost_made_up():
-        yield
+def traced_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the estimate: the network is traced."""
+    import training.builders
+    from training.memory import measure_cost
+
+    monkeypatch.setattr(training.builders, "traced_cost", functools.cache(measure_cost))
 
 
 @pytest.fixture

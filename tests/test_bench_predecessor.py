@@ -22,7 +22,6 @@ def test_a_key_that_it_has_nothing_for_is_refused(capsys):
     ]
 
 
-@pytest.mark.usefixtures("quick_estimate")
 def test_a_loss_that_is_not_finite_leaves_no_summary(tmp_path):
     words = ["optimizer.lr=1e30", "max_duration=4ba", "data.workers=0", f"run_folder={tmp_path}", "run_name=a"]
     with pytest.raises(ValueError, match="^loss: (nan|inf) at the end: "):

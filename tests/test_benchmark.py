@@ -124,7 +124,6 @@ def test_the_predecessors_flags_mean_what_they_meant_and_an_infinite_norm_is_nul
     )
 
 
-@pytest.mark.usefixtures("quick_estimate")
 def test_a_terminal_has_composers_bar_and_a_file_a_line_per_window(tmp_path, capfd, monkeypatch):
     words = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", "loggers.progress_bar=true"]
     assert main(*words, "run_name=a") == 0
@@ -155,7 +154,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_batch_and_rank(tmp_pa
     assert not (tmp_path / "a" / "summary.json").exists()
 
 
-@pytest.mark.usefixtures("quick_estimate")
 def test_unusable_samples_are_named_in_the_record(tmp_path, capsys):
     from test_data import BROKEN, stage_with
 
@@ -227,7 +225,6 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
     assert of_weights.startswith("model.weights: not given. The default for real data: sd2-community/stable-diff")
 
 
-@pytest.mark.usefixtures("quick_estimate")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -260,7 +257,6 @@ def test_an_impossible_run_is_refused_with_the_reason(capsys, tmp_path, stage, w
     assert problem.startswith(message)
 
 
-@pytest.mark.usefixtures("quick_estimate")
 def test_ranks_that_do_not_fit_nodes_and_gpus_are_refused(capsys, tmp_path, monkeypatch):
     words = [*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}"]
     monkeypatch.setattr(benchmark.dist, "get_local_world_size", lambda: 2)

@@ -36,7 +36,6 @@ def test_the_number_of_nodes_that_a_run_began_on_stays_its_order_of_samples(mini
     )
 
 
-@pytest.mark.usefixtures("quick_estimate")
 def test_more_canonical_nodes_than_samples_are_refused(miniature, tmp_path, capsys):
     assert main(miniature.small(tmp_path, "a", "data.num_canonical_nodes=193")) == 2
     assert capsys.readouterr().err == (

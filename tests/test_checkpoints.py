@@ -219,6 +219,7 @@ def has_the_windows_of(whole: Path, folder: Path) -> bool:
     return windows(folder) == windows(whole) and summary_of(folder)["loss"] == summary_of(whole)["loss"]
 
 
+@pytest.mark.slow
 def test_the_wall_figure_has_all_starts_and_what_a_restart_costs(words_of, tmp_path, monkeypatch, capsys):
     """Killed after its checkpoint: batches 4 and 5 are trained again, and their time counts twice."""
     words = words_of(tmp_path, "a", "max_duration=8ba", "measure.window_batches=1")
@@ -262,6 +263,7 @@ def test_a_disk_without_room_for_a_whole_run_is_refused(words_of, tmp_path, caps
     assert output.startswith(f"{needed}{tmp_path} has 0.0469 free.") and not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_a_record_that_lost_its_history_is_reported_at_the_start_and_in_every_summary(words_of, tmp_path, capsys):
     folder = tmp_path / "a"
     assert main(*words_of(tmp_path, "a")) == 0
@@ -401,6 +403,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(words_of, begun, caps
     assert output.splitlines()[-1].startswith(message.format(path=path, vae=vae))
 
 
+@pytest.mark.slow
 def test_what_a_start_leaves_that_was_killed_at_once_does_not_hinder_the_next(words_of, tmp_path, monkeypatch, capsys):
     """A run without its config.yaml also resumes: its checkpoint has the run's identity. And it is saved by time."""
     by_time = ["save.every_images=null", "save.snapshot_every_images=0", "save.every_min=0.000001", "save.keep=99"]

@@ -57,7 +57,7 @@ class Bare(Family):
 class Bad(Callback):
     def __init__(self): raise RuntimeError('no\\nluck')
 """
-pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+pytestmark = pytest.mark.timeout(120, func_only=True)
 
 
 def run(folder: Path, name: str, *words: str) -> int:

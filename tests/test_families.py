@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ROOT, TINY_RUN, cost_made_up, with_frames
+from conftest import ROOT, TINY_RUN, with_frames
 from test_checkpoints import newest, same_training
 
 import benchmark
@@ -273,7 +273,6 @@ def refused(capsys, *words: str) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-@pytest.mark.usefixtures("quick_estimate")
 @pytest.mark.parametrize(("words", "message"), DOES_NOT_FIT)
 def test_a_command_refuses_what_does_not_fit_the_family(words, message, capsys):
     problems = refused(capsys, *f"model.family={words}".split())
@@ -312,18 +311,15 @@ def test_every_family_has_a_recipe_that_the_preset_alone_makes_one_for_a_cpu(mon
     seen = set()
     for path in RECIPES:
         words = [str(path), "model.preset=tiny", f"run_folder={tmp_path}"]
-        with cost_made_up():
-            assert benchmark.main([*words, "--print_config"]) == 0
+        assert benchmark.main([*words, "--print_config"]) == 0
         config = yaml.safe_load(capsys.readouterr().out)
         assert (config["attention"], config["compile"], config["cudnn_benchmark"]) == ("auto", "off", False)
         seen.add(config["model"]["family"])
     assert seen == FAMILIES.keys() - {"shapes"}  # the miniature's own is for a CPU
-    with cost_made_up():
-        assert benchmark.main([*words, "attention=cudnn"]) == 2
+    assert benchmark.main([*words, "attention=cudnn"]) == 2
     assert capsys.readouterr().err == "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math.\n"
 
 
-@pytest.mark.usefixtures("quick_estimate")
 def test_what_a_trial_on_a_cpu_leaves_out_is_said_and_recorded(tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text("model: {family: shapes}\nattention: cudnn\ncompile: whole\n")
     words = [str(tmp_path / "recipe.yaml"), *TINY_RUN, "data.synthetic=true", "max_duration=1ba"]
@@ -334,7 +330,6 @@ def test_what_a_trial_on_a_cpu_leaves_out_is_said_and_recorded(tmp_path, capsys)
 
 @pytest.mark.slow
 @pytest.mark.timeout(300, func_only=True)
-@pytest.mark.usefixtures("quick_estimate")
 @pytest.mark.parametrize("recipe", [*RECIPES, None], ids=lambda at: at.stem if at else "shapes")
 def test_a_recipe_stays_finite_where_half_of_its_captions_are_dropped(recipe, tmp_path):
     """In batches of one, whose caption is then the empty one alone; in small, since sizes do not matter to it."""

@@ -32,7 +32,7 @@ from preflight.config_checks import expected_metadata, quick_problems
 from prepare import adopt, fid_statistics, latents, look, shards
 from training.config import ALIASES, RunConfig, resolve
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
 MAX_PROBLEM = 3000  # characters
 
 # --- what is typed ---
@@ -162,11 +162,11 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "download_once", Mock(side_effect=ConnectionError("no network here")))
 
 
-@pytest.mark.timeout(150 if EXAMPLES <= 300 else 7200, func_only=True)
+@pytest.mark.timeout(150 if EXAMPLES <= 100 else 7200, func_only=True)
 @pytest.mark.usefixtures("no_network")
 @settings(
     max_examples=EXAMPLES,
-    derandomize=EXAMPLES <= 300,
+    derandomize=EXAMPLES <= 100,
     deadline=None,
     database=None,
     phases=[Phase.generate],

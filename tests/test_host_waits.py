@@ -14,7 +14,7 @@ from host_waits import FETCH, SCALAR, UPLOAD, HostWaits, watched
 import benchmark
 from training import builders
 
-pytestmark = [pytest.mark.timeout(60, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+pytestmark = pytest.mark.timeout(60, func_only=True)
 
 # Python 3.12 runs a comprehension in the frame of its function.
 COMPREHENSION = "<dictcomp>" if sys.version_info < (3, 12) else "_train_loop"

@@ -27,7 +27,7 @@ from weights.files import WeightsError, choose_weight_files
 from weights.hub import _list_repo_files, fetch, path_if_downloaded, resolve_name
 from weights.hub_names import HubName, is_same_model, parse_hub_name, resolve_weights_path
 
-pytestmark = [pytest.mark.timeout(60, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+pytestmark = pytest.mark.timeout(60, func_only=True)
 
 TINY = load_family("sd2", "tiny", "stock")
 NEED = list_encoder_files(TINY)
@@ -335,6 +335,7 @@ def words(stage: Path, runs: Path, *more: str) -> list[str]:
     return [*TINY_RUN, *data, f"run_folder={runs}", "run_name=a", "save.every_images=16", "max_duration=2ba", *more]
 
 
+@pytest.mark.slow
 def test_a_run_records_the_commit_and_resumes_with_it_alone_and_without_the_hub(
     hub, published_folder, stage, tmp_path, capsys
 ):

@@ -40,7 +40,7 @@ from training.config import RunConfig
 KEYS = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_size=5"]
 SIZE = (64, 64)
 
-pytestmark = pytest.mark.usefixtures("same_number_of_threads", "quick_estimate")
+pytestmark = pytest.mark.usefixtures("same_number_of_threads")
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,6 @@ def commands(path: Path) -> list[list[str]]:
     return [words[words.index("benchmark.py") + 1 :] for words in lines]
 
 
-@pytest.mark.usefixtures("quick_estimate")
 @pytest.mark.parametrize("path", CLOUDS, ids=lambda path: path.name)
 def test_a_command_names_a_recipe_repeats_none_of_its_values_and_passes_the_checks_of_a_run(path, stage, monkeypatch):
     """With a tiny network, and the tests' own data and weights. A disk that is not kept needs a store and a name."""

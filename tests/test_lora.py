@@ -220,7 +220,6 @@ def test_the_estimate_counts_base_adapter_and_its_states():
 # --- refused ---
 
 
-@pytest.mark.usefixtures("quick_estimate")
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

@@ -95,7 +95,6 @@ def test_a_saved_and_loaded_state_continues_bit_for_bit_in_any_memory_format(dty
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
-@pytest.mark.usefixtures("quick_estimate")
 def test_a_run_resumes_bit_for_bit(tmp_path):
     often = ["save.every_images=16", "save.keep=9", "save.snapshot_every_images=0", "optimizer.states=8bit"]
     words = [*TINY_RUN, "data.synthetic=true", f"run_folder={tmp_path}", *often]

@@ -328,7 +328,6 @@ def test_a_whole_run_that_is_resumed_holds_no_secret_and_prints_none(miniature, 
     assert f"  remote: {displayed.replace('***', f'${{oc.env:{VARIABLE}_PW}}')}\n" in later
 
 
-@pytest.mark.usefixtures("quick_estimate")
 @pytest.mark.parametrize("address", ["s3://AKIA:{password}@easel/x", "https://{token}@host/x?{password}"])
 def test_a_secret_in_an_address_that_cannot_be_asked_is_in_no_message(capsys, tmp_path, address):
     remote = address.format(**SECRETS)

@@ -16,7 +16,7 @@ from run_folder.files import read_config, read_lines, read_summary
 from training import builders, memory
 from training.memory import Cost
 
-pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+pytestmark = pytest.mark.timeout(120, func_only=True)
 
 # 1 GiB each of weights, gradients; 2 of moments; 0.5 an image.
 COST = Cost(2**28, 0, 1e12, activation_gib_per_image=0.5, activation_gib_once=0.0, frozen_gib=0.0)

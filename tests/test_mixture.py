@@ -120,7 +120,6 @@ def test_sums_lie_on_the_models_device_also_before_a_batch():
     assert seen == ["meta"]
 
 
-@pytest.mark.usefixtures("quick_estimate")
 def test_an_unknown_key_within_streams_is_the_only_error(tmp_path):
     words = [f"data.streams=[{{remote: {tmp_path}, captoin: x}}]", "model.weights=random"]
     with pytest.raises(ConfigError) as error:

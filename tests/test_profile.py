@@ -12,7 +12,7 @@ from conftest import TINY_RUN
 import benchmark
 from callbacks.profile import Profile, ProfileConfig
 
-pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+pytestmark = pytest.mark.timeout(120, func_only=True)
 
 # --- a run ---
 

@@ -76,6 +76,7 @@ def runs(words_of, tmp_path_factory) -> Path:
 # --- training ---
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400, func_only=True)
 def test_shared_weights_are_trained_as_whole_ones(runs):
     """Weights, EMA weights and moments after clipped steps, and the losses, against DDP's."""
@@ -87,6 +88,7 @@ def test_shared_weights_are_trained_as_whole_ones(runs):
     assert min(sizes) > 0.4 * sum(sizes)  # each rank wrote its part
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_shared_weights_is_one_file_as_always(runs):
     of_full, of_ddp = (list_checkpoints(runs / name / "checkpoints", WEIGHTS) for name in ("full", "ddp"))
     assert [path.name[:22] for path in of_full] == ["weights-im000000000032", "weights-im000000000016"]
@@ -109,13 +111,14 @@ def test_every_familys_gradients_are_those_of_the_whole_network(tmp_path):
 # --- checkpoints ---
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400, func_only=True)
 @pytest.mark.parametrize(
     ("begun", "num", "how"),
     [
         ("ddp", 2, "full"),
-        pytest.param("full", 2, "off", marks=pytest.mark.slow),
-        pytest.param("full", 1, "full", marks=pytest.mark.slow),
+        ("full", 2, "off"),
+        ("full", 1, "full"),
     ],
 )
 def test_a_run_resumes_with_either_sharding(runs, words_of, tmp_path, begun, num, how):
@@ -168,6 +171,7 @@ DAMAGES: dict[
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", DAMAGES)
 def test_a_damaged_part_is_named_and_the_checkpoint_before_is_taken(parts, capsys, reason):
     newest, before = list_checkpoints(parts, FULL)
@@ -225,6 +229,7 @@ def test_a_rank_whose_disk_is_full_stops_all_with_one_message(words_of, tmp_path
     assert not list(folder.glob(".*"))
 
 
+@pytest.mark.slow
 def test_training_begins_with_the_weights_of_a_checkpoint_in_parts(runs):
     """model.denoiser names the run; export and eval.py read it the same way."""
     from test_families import tiny

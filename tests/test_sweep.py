@@ -26,7 +26,7 @@ from run_folder import processes
 from sweeps import plan, running, table
 from sweeps.running import OK, STALE, SweepState
 
-pytestmark = [pytest.mark.timeout(300, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 HEAD = f"keys: {json.dumps([*TINY_RUN, 'data.synthetic=true', 'model.weights=random', 'optimizer.lr=1e-4'])}\n"
 TWO_SEEDS = "matrix: {seed: [1, 2]}\n"

@@ -26,6 +26,7 @@ GIB = 2**30
 TINY = ModelConfig(family="shapes", preset="tiny", weights="random")
 
 
+@pytest.mark.slow
 def test_flops_of_sd2_are_the_known_ones_and_tracing_takes_no_memory_and_no_random_numbers():
     """2.41 TFLOP forward and backward of the UNet and 0.045 of the text encoder at 512 px, counted elsewhere too."""
 

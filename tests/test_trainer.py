@@ -15,7 +15,7 @@ from checkpointing.files import FULL, list_checkpoints
 from model import LatentDiffusion
 from run_folder.files import read_lines
 
-pytestmark = [pytest.mark.timeout(300, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 SYNTHETIC = ["data.synthetic=true", "data.stage=moments", "model.family=shapes", "image_size=32"]
 CHECKPOINTS = ["save.every_images=16", "save.keep=9", "--use_ema"]

@@ -24,7 +24,7 @@ FAMILIES = [("wan", "i2v"), ("mochi", "stock"), ("hunyuan_video", "stock")]
 FRAMES = {"mochi": 7}
 NUM = 6
 
-pytestmark = pytest.mark.usefixtures("same_number_of_threads", "quick_estimate")
+pytestmark = pytest.mark.usefixtures("same_number_of_threads")
 
 
 @pytest.fixture(scope="module")

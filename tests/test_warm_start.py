@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY_RUN, cost_made_up
+from conftest import TINY_RUN
 from test_encoders import published  # noqa: F401
 from test_published_weights import save_folder, tiny_networks
 
@@ -18,7 +18,7 @@ from families.objectives import ObjectiveConfig
 from model import build_model
 from training import initial_weights
 
-pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+pytestmark = pytest.mark.timeout(120, func_only=True)
 
 
 def tiny_model():
@@ -35,8 +35,7 @@ def earlier(tmp_path_factory) -> Path:
     """A finished run with EMA weights, a full checkpoint and a snapshot."""
     runs = tmp_path_factory.mktemp("runs")
     words = [*TINY_RUN, "--use_synth_data", "--use_ema", "save.every_images=16", "save.snapshot_every_images=16"]
-    with cost_made_up():
-        assert benchmark.main([*words, f"run_folder={runs}", "run_name=first"]) == 0
+    assert benchmark.main([*words, f"run_folder={runs}", "run_name=first"]) == 0
     return runs / "first"
 
 

@@ -31,7 +31,7 @@ from training import low_memory_adamw
 from training.optimizer import ScheduleConfig, lr_multiplier
 from training.speed import SpeedKeys
 
-pytestmark = [pytest.mark.timeout(120, func_only=True), pytest.mark.usefixtures("quick_estimate")]
+pytestmark = pytest.mark.timeout(120, func_only=True)
 
 RUNS = sorted((ROOT / "yamls").glob("*.yaml"))
 LADDERS = sorted((ROOT / "yamls" / "ladders").glob("*.yaml"))
