@@ -15,7 +15,6 @@ import torch
 from conftest import ROOT
 from omegaconf import OmegaConf
 from test_families import without_zeros
-from test_video_families import call, scheduler_of
 
 import benchmark
 import eval as eval_command
@@ -24,6 +23,7 @@ from bench.motion import motion_in
 from families import load_family
 from families.encoders import build_encoders
 from families.shapes import family as shapes_family
+from families.sampling import flow_times
 from families.shapes import networks
 from families.shapes.scenes import (
     COLOURS,
@@ -123,7 +123,11 @@ def test_videos_are_those_of_diffusers_pipeline(tiny, monkeypatch):
 
     The positions of latents as extra channels are only ours; they are added on the way.
     """
-    from diffusers import WanPipeline
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+
+    class LinearTimes(FlowMatchEulerDiscreteScheduler):
+        def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
+            super().set_timesteps(sigmas=list(flow_times(num_inference_steps)), device=device)
 
     noise = torch.randn(2, *tiny.family.latent_shape(SIZE), generator=torch.Generator().manual_seed(0))
     tokens = tiny.family.tokenize([scene.caption for scene in SCENES[:2]])
@@ -132,7 +136,7 @@ def test_videos_are_those_of_diffusers_pipeline(tiny, monkeypatch):
     vae: Any = tiny.frozen["vae"]
     means, stds = list(shapes_family.MOVING_LATENT_MEANS), list(shapes_family.MOVING_LATENT_STDS)
     vae.register_to_config(latents_mean=means, latents_std=stds, scale_factor_spatial=4)
-    pipeline = WanPipeline(None, None, vae=vae, scheduler=scheduler_of(3.0), transformer=tiny.denoiser)
+    pipeline = WanPipeline(None, None, vae=vae, scheduler=LinearTimes(shift=3.0), transformer=tiny.denoiser)
     own = tiny.denoiser.forward
     axes = [torch.tensor([-1.0, 0.0, 1.0]), torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 12)]
     positions = torch.stack(torch.meshgrid(*axes, indexing="ij"))
@@ -141,8 +145,10 @@ def test_videos_are_those_of_diffusers_pipeline(tiny, monkeypatch):
         return own(torch.cat([hidden_states, positions.expand(len(hidden_states), -1, -1, -1, -1)], dim=1), **more)
 
     monkeypatch.setattr(tiny.denoiser, "forward", forward)
-    prompts = dict(prompt_embeds=states, negative_prompt_embeds=empty, guidance_scale=2.0)
-    theirs = call(pipeline, SIZE, noise, **prompts)
+    pipeline.set_progress_bar_config(disable=True)
+    options: dict[str, Any] = dict(zip(("width", "height", "num_frames"), SIZE, strict=True))
+    options |= dict(num_inference_steps=4, guidance_scale=2.0, output_type="pt", latents=noise)
+    theirs = pipeline(prompt_embeds=states, negative_prompt_embeds=empty, **options).frames.transpose(1, 2)
     assert made.shape == theirs.shape == (2, 3, 9, 32, 48) and float((made - theirs).abs().max()) < 2e-5
 
 
