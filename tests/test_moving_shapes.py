@@ -22,8 +22,8 @@ from bench import motion as motion_command
 from bench.motion import motion_in
 from families import load_family
 from families.encoders import build_encoders
-from families.shapes import family as shapes_family
 from families.sampling import flow_times
+from families.shapes import family as shapes_family
 from families.shapes import networks
 from families.shapes.scenes import (
     COLOURS,
