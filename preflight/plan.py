@@ -9,6 +9,8 @@ If a number cannot be computed, a line tells why.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -32,6 +34,7 @@ from training.optimizer import images_of
 from training.sharding import refusals
 
 CARDS_GIB = (80, 139)  # H100 and A100; H200
+SMALL_CARDS_GIB = (16, 24)
 MOST_GPUS = 64
 GPUS_A_MACHINE = 8
 RATE_KEY, RECORD_KEY = "measure.expected_images_per_sec", "measure.expected_record"
@@ -111,7 +114,7 @@ def format_plan(config: RunConfig) -> str:
     }
     room, ema_on_device = room_of_a_rank(ranks_on_device()), has_average_on_device(config.ema)
     plan = describe(cost, values, num_ranks=dist.get_world_size(), room=room, ema_on_device=ema_on_device)
-    return to_yaml(config) + plan
+    return to_yaml(config) + plan + f"# {on_small_cards(config)}\n"
 
 
 def _can_be_traced(
@@ -228,6 +231,44 @@ def smallest_num_cards(cost: Cost, values: Mapping[str, Any]) -> list[str]:
         texts = [f"of {gib} GiB {'none is enough' if num is None else num}" for gib, num in nums.items()]
         lines.append(f"smallest number of cards with sharding={sharding}: {', '.join(texts)}")
     return lines
+
+
+def on_small_cards(config: RunConfig) -> str:
+    """Return the line that says which keys a resolved run needs for one image a pass on one small card, the fewest first."""
+    memory_gib = {
+        fraction: functools.partial(_gib_on_one_card, dataclasses.replace(config, gradient_checkpointing=fraction))
+        for fraction in (config.gradient_checkpointing, 1.0)
+    }
+    keys = {
+        "gradient_checkpointing=1": config.gradient_checkpointing < 1.0,
+        "model.frozen_device=cpu": config.model.frozen_device == "device" and needs_encoders(config),
+        "optimizer.states=8bit": config.optimizer.name == "adamw" and config.optimizer.states != "8bit",
+    }
+    possible = [key for key, is_possible in keys.items() if is_possible]
+    choices = [chosen for num in range(len(possible) + 1) for chosen in itertools.combinations(possible, num)]
+
+    def fits(chosen: tuple[str, ...], card_gib: float) -> bool:
+        fraction = 1.0 if "gradient_checkpointing=1" in chosen else config.gradient_checkpointing
+        need = memory_gib[fraction](
+            encoders_on_cpu="model.frozen_device=cpu" in chosen, is_8bit="optimizer.states=8bit" in chosen
+        )
+        return need <= USABLE_FRACTION * card_gib
+
+    texts = []
+    for card_gib in SMALL_CARDS_GIB:
+        chosen = next((chosen for chosen in choices if fits(chosen, card_gib)), None)
+        text = "does not fit" if chosen is None else f"with {' '.join(chosen)}" if chosen else "as it is"
+        texts.append(f"of {card_gib} GiB {text}")
+    return f"one card, one image a pass: {', '.join(texts)}"
+
+
+def _gib_on_one_card(config: RunConfig, *, encoders_on_cpu: bool, is_8bit: bool) -> float:
+    cost = cost_over_gpus(on_gpus(measure_step_cost(config), flatten(config)), 1, "off")
+    if encoders_on_cpu:
+        cost = dataclasses.replace(cost, frozen_gib=0.0)
+    if is_8bit:
+        cost = dataclasses.replace(cost, states="8bit")
+    return cost.memory_gib(1, ema=config.ema.enabled and config.ema.device == "model")
 
 
 # --- how long ---

@@ -16,6 +16,7 @@ from families.objectives import ObjectiveConfig
 from model import AUTOCAST_DTYPES
 from preflight import plan
 from training import low_memory_adamw, memory
+from training.config import RunConfig
 from training.memory import BUCKETS, EMA, STATES, UPDATE, Cost, measure_cost
 
 GIB = 2**30
@@ -157,6 +158,28 @@ def test_the_smallest_number_of_cards_is_the_first_on_which_an_image_fits():
         "smallest number of cards with sharding=off: of 80 GiB none is enough, of 139 GiB none is enough",
         "smallest number of cards with sharding=full: of 80 GiB {}, of 139 GiB {}".format(*numbers),
     ]
+
+
+def test_the_fewest_keys_that_make_a_run_fit_a_small_card_are_named(monkeypatch):
+    """15.2 and 22.8 GiB are usable. A parameter takes 16 bytes: weight, gradient and moments, which are 8 of them."""
+
+    def one_card(activations: float, recomputed: float, frozen: float, parameters_gib: float = 0.0) -> str:
+        def cost(config: RunConfig) -> Cost:
+            kept = recomputed if config.gradient_checkpointing else activations
+            return Cost(int(parameters_gib * GIB / 16), 0, 1.0, kept, activation_gib_once=0.0, frozen_gib=frozen)
+
+        monkeypatch.setattr(plan, "measure_step_cost", cost)
+        line = plan.on_small_cards(RunConfig(precision="bf16", compile="whole"))
+        return line.removeprefix("one card, one image a pass: ")
+
+    assert one_card(14, 2, 1) == "of 16 GiB as it is, of 24 GiB as it is"
+    assert one_card(16, 2, 4) == "of 16 GiB with gradient_checkpointing=1, of 24 GiB as it is"
+    assert one_card(3, 2, 14) == "of 16 GiB with model.frozen_device=cpu, of 24 GiB as it is"
+    both = "gradient_checkpointing=1 optimizer.states=8bit"
+    assert one_card(3, 2, 0, 20) == f"of 16 GiB with {both}, of 24 GiB with gradient_checkpointing=1"
+    both = "gradient_checkpointing=1 model.frozen_device=cpu"
+    assert one_card(16, 14, 9) == f"of 16 GiB with {both}, of 24 GiB with model.frozen_device=cpu"
+    assert one_card(30, 25, 0) == "of 16 GiB does not fit, of 24 GiB does not fit"
 
 
 def test_without_a_gpu_a_gpus_activations_are_estimated():
