@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from common.log import log
-from common.value_types import file_problem, limited
+from common.value_types import limited, prose
 from evaluation.generate import as_bytes, gather_images, generate_chunks
-from evaluation.prompts import Prompt, read_captions
+from evaluation.prompts import Prompt, parse_captions
 from evaluation.scorer import EvalConfig, rounded_up
 from model import LatentDiffusion
 from ranks.collectives import Signalled
@@ -33,8 +33,8 @@ class SamplesConfig:
 
     every_images: int | None = limited(None, 1)
     """Images between grids. null: only at evaluations."""
-    prompts: str | None = None
-    """File with a caption per line, or .tsv as eval.prompts. null: eval.prompts."""
+    prompts: str | None = prose(None, "[CAPTION, ...], a file")
+    """Captions in a list, a file with one per line, or .tsv as eval.prompts. null: eval.prompts."""
 
     @property
     def is_given(self) -> bool:
@@ -57,14 +57,8 @@ class SamplesConfig:
             problems.append(("samples.every_images", text))
         if isinstance(config.guidance, list | tuple) and config.when == "off":  # else named by the evaluation
             problems.append(("eval.guidance", f"{list(config.guidance)}: a grid is drawn at one. Give one number."))
-        path = self.prompts or config.prompts
-        if path is None:
-            problems.append(("samples.prompts", "not given. Give a file with a caption in each line."))
-            return problems
         try:
-            if problem := file_problem(path):
-                raise ValueError(problem)
-            read_captions(path)
+            parse_captions(self.prompts or config.prompts)
         except ValueError as error:
             problems.append(("samples.prompts", str(error)))
         return problems

@@ -47,7 +47,7 @@ from config import flatten, replace_keys
 from data import SyntheticBatches, build_data, open_datasets
 from ema import EMA
 from evaluation.metrics import Parts
-from evaluation.prompts import read_captions, read_prompts
+from evaluation.prompts import parse_captions, read_prompts
 from evaluation.samples import draw_samples, tile_samples
 from evaluation.scorer import CPU_BATCH_SIZE, EvalConfig, Scorer, TargetConfig
 from evaluation.validation import MAX_CHUNK, Validator, check_apart, check_samples
@@ -587,7 +587,7 @@ def build_samples(config: RunConfig, model: LatentDiffusion, context: EvalContex
     draw = functools.partial(
         draw_samples,
         model,
-        read_captions(section.prompts or evaluation.prompts or "")[: evaluation.samples],
+        parse_captions(section.prompts or evaluation.prompts)[: evaluation.samples],
         sampling=dict(sampler=evaluation.sampler, steps=evaluation.steps, guidance=evaluation.guidances()[0]),
         size=config.size if evaluation.image_size is None else (*parse_size(evaluation.image_size), *config.size[2:]),
         seed=config.seed,
