@@ -85,7 +85,7 @@ RUN_CONFIG = "run_config.yaml"  # not config.yaml: a folder with that is a run
 CAPTION = "a photograph of an astronaut riding a horse"
 UNREAD = ("run_name", "run_folder", "model.denoiser", "data.", "optimizer.", "schedule.", "save.", "target.")
 UNREAD += ("validation.", "samples.", "measure.", "profile.", "loggers.", "mlperf.")
-UNREAD += ("eval.prompts", "eval.statistics", "eval.inception", "eval.clip")
+UNREAD += ("eval.prompts", "eval.statistics", "eval.inception", "eval.clip", "eval.cmmd")
 """Of a run's files: where a variable that stands there is not set, its model is the same."""
 
 

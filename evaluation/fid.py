@@ -40,6 +40,7 @@ from weights.tensors import fingerprint
 BLOCK = 256  # columns multiplied at once; 128 to 512 are fast on a CPU
 FLOAT32_ROUNDING = 1e-5  # relative to the largest value: error allowed in a covariance computed in float32
 MAX_NPZ_BYTES = 2**28  # of 2,048 features it is 2**25
+EMBEDDINGS, MAX_EMBEDDINGS_BYTES = "cmmd_embeddings", 2**30  # of 30,000 images 2**26.5
 AGAIN = "Make the file again: python -m prepare.fid_statistics."
 
 
@@ -90,12 +91,31 @@ def read_facts(path: str | Path) -> dict[str, Any]:
     return {name: array.item() for name, array in _read_npz(Path(path).expanduser()).items() if array.ndim == 0}
 
 
-def write_statistics(path: str | Path, statistics: Statistics, facts: Mapping[str, str | int | float]) -> None:
+def read_embeddings(path: str | Path, num_features: int) -> np.ndarray:
+    """Read the embeddings for CMMD in a file of statistics, (N, num_features) float32.
+
+    Raises:
+        ValueError: no such file, no embeddings, or invalid ones.
+    """
+    rows = _read_npz(Path(path).expanduser(), embeddings=True).get(EMBEDDINGS, np.zeros(0))
+    if rows.dtype != np.float32 or rows.ndim != 2 or rows.shape[1] != num_features or not np.isfinite(rows).all():
+        possible = f"Possible: finite float32 (N, {num_features})"
+        raise ValueError(f"{path}: {EMBEDDINGS} is {rows.dtype} {rows.shape}, or not finite. {possible}. {AGAIN}")
+    return rows
+
+
+def write_statistics(
+    path: str | Path,
+    statistics: Statistics,
+    facts: Mapping[str, str | int | float],
+    embeddings: np.ndarray | None = None,
+) -> None:
     """Write a file of statistics, whole or not at all. An existing file is replaced.
 
     Args:
         path: no suffix is added.
         facts: further single values, e.g. the image network's name, fingerprint and resize.
+        embeddings: of the same images for CMMD, (N, E) float32.
 
     Raises:
         ValueError: the statistics are invalid and could not be read again.
@@ -105,19 +125,23 @@ def write_statistics(path: str | Path, statistics: Statistics, facts: Mapping[st
     assert not {"mu", "sigma", "num_images"} & set(facts), f"facts say {', '.join(facts)}"
     if problem := _problem(mean, covariance, None):
         raise ValueError(f"{path}: is not written: {problem}")
-    count = {} if num_images is None else {"num_images": num_images}
+    more: dict[str, Any] = {} if num_images is None else {"num_images": num_images}
+    more |= {} if embeddings is None else {EMBEDDINGS: embeddings}
     path = Path(path).expanduser()
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
-        np.savez(file, allow_pickle=False, mu=mean, sigma=covariance, **count, **facts)
+        np.savez(file, allow_pickle=False, mu=mean, sigma=covariance, **more, **facts)
 
 
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
+def _read_npz(path: Path, *, embeddings: bool = False) -> dict[str, np.ndarray]:
+    """Return the arrays of a file: either the embeddings alone, or all others."""
+    most = MAX_EMBEDDINGS_BYTES if embeddings else MAX_NPZ_BYTES
     try:
         with zipfile.ZipFile(path) as archive:  # numpy reads what a compressed record gives, however much that is
-            if (size := sum(record.file_size for record in archive.infolist())) > MAX_NPZ_BYTES:
-                raise ValueError(f"it holds {size:,} bytes; at most {MAX_NPZ_BYTES:,} are read")
+            sizes = {record.filename.removesuffix(".npy"): record.file_size for record in archive.infolist()}
+            if (size := sum(size for name, size in sizes.items() if (name == EMBEDDINGS) == embeddings)) > most:
+                raise ValueError(f"it holds {size:,} bytes; at most {most:,} are read")
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            return {name: file[name] for name in file.files if (name == EMBEDDINGS) == embeddings}
     except Exception as error:  # numpy raises a dozen classes of errors for a foreign file
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
         known = "Possible: an .npz with mu and sigma that numpy.savez wrote, nothing pickled in it"

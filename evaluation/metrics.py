@@ -1,6 +1,6 @@
 """The networks and sums of one evaluation: images in, metrics out.
 
-    meter = Meter(inception=..., statistics=..., clip=...)
+    meter = Meter(inception=..., statistics=..., clip=..., cmmd=...)
     with meter.on(device):
         for ...: meter.add(images, numbers, captions)
         figures = meter.figures()      # {"num_images": ..., "fid": ..., "clip": ..., "clip_x100": ...}
@@ -28,6 +28,7 @@ from common.errors import ConfigError
 from common.files import read_regular
 from common.log import EVERY_RANK, log
 from evaluation.clip_score import ClipPair, CLIPScore, load_clip, times_100
+from evaluation.cmmd import Embeddings, ImageEncoder, load_encoder, maximum_mean_discrepancy, read_reference
 from evaluation.fid import (
     FeatureSums,
     Resize,
@@ -39,7 +40,6 @@ from evaluation.fid import (
     reference_for,
 )
 from evaluation.scoring_networks import Extractor, Float64Sums, Precision, ShapesPair, require_finite
-from weights.tensors import tensor_specs
 
 
 class Meter:
@@ -47,9 +47,11 @@ class Meter:
 
     Args:
         inception, statistics: for FID: weights of the image network, and the reference statistics; or neither.
+        cmmd: for CMMD: weights of its image encoder, whose embeddings `statistics` has; None: no CMMD.
         resize: how images are resized for that network.
         clip: weights of the CLIP pair; None: no CLIP score.
-        precision: of the networks; fp16: as MLPerf's reference, which also rounds images, cosines and means to float16.
+        precision: of the networks for FID and CLIP score; fp16: as MLPerf's reference, which also rounds images, cosines and
+            means to float16.
 
     Raises:
         ValueError: a file is unreadable or is the wrong one.
@@ -62,11 +64,13 @@ class Meter:
         statistics: str | None,
         resize: Resize,
         clip: str | None,
+        cmmd: str | None = None,
         precision: Precision = "fp32",
     ):
         self.extractor: Extractor | None = None
         self.reference: Statistics | None = None
         self.pair: ClipPair | ShapesPair | None = None
+        self.encoder: ImageEncoder | None = None
         self.in_half = precision == "fp16"
         self.facts: dict[str, Any] = {"eval_precision": precision}
         if inception is not None:
@@ -79,12 +83,19 @@ class Meter:
                 "inception": self.extractor.name,
                 "inception_fingerprint": self.extractor.fingerprint,
                 "resize": self.extractor.resize,
-                "statistics_sha256": hashlib.sha256(read_regular(Path(statistics).expanduser())).hexdigest(),
             }
         if clip is not None:
             self.pair = load_clip(clip)
             self.pair.precision = precision
             self.facts |= {"clip_model": self.pair.name, "clip_fingerprint": self.pair.fingerprint}
+        if cmmd is not None:
+            assert statistics is not None
+            self.encoder = load_encoder(cmmd)
+            self.reference_embeddings = read_reference(statistics, self.encoder)
+            self.facts |= {"cmmd_model": self.encoder.name, "cmmd_fingerprint": self.encoder.fingerprint}
+        if statistics is not None:
+            digest = hashlib.sha256(read_regular(Path(statistics).expanduser())).hexdigest()
+            self.facts["statistics_sha256"] = digest
         self.reset()
 
     def log_warnings(self, num_images: int) -> None:
@@ -94,7 +105,7 @@ class Meter:
         if self.extractor is not None and self.extractor.resize == "bicubic256" and not self._says_resize:
             todo = "Give those of images that were resized to 256 pixels too (prepare.fid_statistics resize=bicubic256)"
             log.info(f"eval.statistics: does not say its resize, and eval.resize=bicubic256. {todo}.")
-        named = (("inception", self.extractor), ("clip", self.pair))
+        named = (("inception", self.extractor), ("clip", self.pair), ("cmmd", self.encoder))
         for key in (key for key, part in named if part is not None and "random" in part.name):
             log.info(f"eval.{key}: random weights: these scores are not comparable with any others.")
 
@@ -102,11 +113,13 @@ class Meter:
         """Begin a new evaluation."""
         self.features = None if self.extractor is None else FeatureSums(self.extractor.num_features)
         self.cosines = None if self.pair is None else CLIPScore(in_half=self.in_half)
+        self.embeddings = None if self.encoder is None else Embeddings(self.encoder.num_features)
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         """Keep the networks on a device during an evaluation only: training needs the memory."""
-        parts = [part for part in (self.extractor, self.pair, *self.metrics.values()) if part is not None]
+        networks = (self.extractor, self.pair, self.encoder)
+        parts = [part for part in (*networks, *self.metrics.values()) if part is not None]
         try:
             for part in parts:
                 part.to(device)
@@ -130,6 +143,8 @@ class Meter:
         """
         num = len(numbers)
         require_finite(images[:num], "images", numbers)
+        if self.embeddings is not None and self.encoder is not None:
+            self.embeddings.update(self.encoder(images)[:num], numbers)
         images = images.half() if self.in_half else images.float()
         if self.features is not None and self.extractor is not None:
             self.features.update(self.extractor(images)[:num], numbers)
@@ -137,10 +152,10 @@ class Meter:
             self.cosines.update(self.pair.encode_images(images)[:num], self.pair.encode_texts(captions), numbers)
 
     @property
-    def metrics(self) -> dict[str, Float64Sums]:
-        """The sums of what is measured: features, cosines, or both."""
-        both = {"features": self.features, "cosines": self.cosines}
-        return {name: metric for name, metric in both.items() if metric is not None}
+    def metrics(self) -> dict[str, Float64Sums | Embeddings]:
+        """The sums of what is measured: features and cosines, and embeddings."""
+        every = {"features": self.features, "cosines": self.cosines, "embeddings": self.embeddings}
+        return {name: metric for name, metric in every.items() if metric is not None}
 
     def sums(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's sums so far, copied to the CPU: metric -> state -> tensor."""
@@ -151,18 +166,16 @@ class Meter:
 
     def restore_sums(self, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Resume from saved sums; nothing may be measured yet. Raises ValueError: they are of other metrics."""
-        wanted, saved = ({n: tensor_specs(states) for n, states in each.items()} for each in (self.sums(), sums))
-        if wanted != saved:
-            raise ValueError(f"sums: {saved}, not {wanted}")
+        metrics = self.metrics
+        if sums.keys() != metrics.keys() or not all(metrics[name].accepts(states) for name, states in sums.items()):
+            raise ValueError(f"sums: of {', '.join(sums)}, not of {', '.join(metrics)} in the same shapes")
         for name, states in sums.items():
-            for state, tensor in self.metrics[name].tensors().items():
-                tensor.copy_(states[state])
+            metrics[name].restore(states)
 
     def figures(self) -> dict[str, Any]:
         """Add up the ranks' sums and return the metrics, which rank 0 computes for all."""
         for metric in self.metrics.values() if dist.get_world_size() > 1 else ():
-            for tensor in metric.tensors().values():
-                dist.all_reduce(tensor, reduce_operation="SUM")
+            metric.add_ranks()
         figures: list[dict[str, Any]] = [{"num_images": 0, "fid": None, "clip": None, "clip_x100": None}]
         if dist.get_global_rank() == 0:
             if self.features is not None and self.reference is not None:
@@ -173,6 +186,10 @@ class Meter:
             if self.cosines is not None:
                 clip = float(self.cosines.compute())
                 figures[0] |= {"clip": clip, "clip_x100": times_100(clip), "num_images": int(self.cosines.n)}
+            if self.embeddings is not None:
+                rows = self.embeddings.rows
+                distance = maximum_mean_discrepancy(rows, self.reference_embeddings.to(rows.device))
+                figures[0] |= {"cmmd": distance, "num_images": len(rows)}
         dist.broadcast_object_list(figures)
         return figures[0]
 
@@ -184,7 +201,7 @@ class Meter:
 # A part is used only by the same evaluation: the same weights, settings, prompts and number of ranks. Sums are float64
 # and are continued in the same order, so the metrics equal the uninterrupted evaluation's, bit for bit on a CPU.
 
-EVERY_SEC = 60.0  # a part has 32 MiB of sums for FID, and the grid's images
+EVERY_SEC = 60.0  # a part has 32 MiB of sums for FID, this rank's embeddings, and the grid's images
 
 
 class Parts:

@@ -50,14 +50,14 @@ def plot_guidance(rows: Sequence[Row], path: Path) -> None:
 
 
 def plot_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float | None] | None = None) -> None:
-    """Draw FID (on a log axis) and CLIP score over the images seen, a line a model and guidance, the target as a dashed line.
+    """Draw FID (log axis), CLIP score and CMMD over the images seen, a line a model and guidance; targets are dashed lines.
 
     A model whose images seen are not known, such as published weights, is a dashed line across, at its score.
     """
 
     def over_images(axes: Axes, key: str, label: str) -> None:
         for (name, of_line), colour in zip(lines_of(rows, "snapshot"), itertools.cycle(COLOURS), strict=False):
-            scored = [row for row in of_line if row[key] is not None]
+            scored = [row for row in of_line if row.get(key) is not None]
             points = sorted((row for row in scored if row.get("images") is not None), key=lambda row: row["images"])
             images, figures = [row["images"] for row in points], [row[key] for row in points]
             if points:
@@ -73,7 +73,7 @@ def plot_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float
 
     panels = [
         lambda axes, key=key, label=label: over_images(axes, key, label)
-        for key, label in (("fid", "FID"), ("clip", "CLIP score (mean cosine)"))
+        for key, label in (("fid", "FID"), ("clip", "CLIP score (mean cosine)"), ("cmmd", "CMMD"))
         if any(row.get(key) is not None for row in rows)
     ]
     _draw(panels, path, _title(rows, ""))

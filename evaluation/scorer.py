@@ -1,8 +1,9 @@
-"""Score a model by the images that it generates for a set of prompts: FID and CLIP score, on all ranks together.
+"""Score a model by the images that it generates for a set of prompts: FID, CLIP score and CMMD, on all ranks together.
 
     prompts, strided over the ranks -> tokens, and each prompt's own noise -> model.generate -> images in [0, 1]
     images -> image network -> sums of features, float64 ---> all-reduced -> mean, covariance -> FID against a file
     images, captions -> CLIP pair -> sum of cosines, float64 -> all-reduced -> mean
+    images -> CLIP image encoder -> embeddings, float32 -----> gathered ----> CMMD against the same file
 
 A score is a flat dictionary: the metrics and everything that they depend on (number of images, networks' fingerprints,
 resize, sampler, guidance, weights). Two scores can be compared if all of that is equal.
@@ -27,7 +28,7 @@ from tqdm import tqdm
 
 from common.log import progress_interval_sec
 from common.value_types import MAX_NUMBER, ImageSize, Pixels, Scales, file_problem, limited
-from evaluation import clip_score, fid
+from evaluation import clip_score, cmmd, fid
 from evaluation.generate import as_bytes, gather_images, generate_chunks
 from evaluation.metrics import EvaluationProgress, Meter, Parts
 from evaluation.prompts import PromptSet, read_prompts
@@ -42,17 +43,17 @@ from weights.tensors import fingerprint, is_out_of_memory
 if TYPE_CHECKING:
     from model import LatentDiffusion
 
-REQUIRED_FILES = {"inception": fid.REQUIRED_FILES, "clip": clip_score.REQUIRED_FILES}
+REQUIRED_FILES = {"inception": fid.REQUIRED_FILES, "clip": clip_score.REQUIRED_FILES, "cmmd": cmmd.REQUIRED_FILES}
 EVERY_IMAGES = 512_000  # of the MLPerf benchmark
 CPU_BATCH_SIZE = 16
 GPU_BATCH_SIZES = (64, 32, 16, 8, 4, 2, 1)
-FIGURES = ("num_images", "fid", "clip", "clip_x100", "eval_sec", "eval_images_per_sec")
+FIGURES = ("num_images", "fid", "clip", "clip_x100", "cmmd", "eval_sec", "eval_images_per_sec")
 """A score's metrics; its other keys say how they were measured."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """How a run is scored: FID and CLIP score."""
+    """How a run is scored: FID, CLIP score and CMMD."""
 
     when: Literal["in_training", "after", "off"] = "off"
     """after: write snapshots, for eval.py to score."""
@@ -71,15 +72,17 @@ class EvalConfig:
     weights: Literal["ema", "training"] | None = None
     """Weights to score. null: EMA weights, if any."""
     statistics: str | None = None
-    """FID's reference: .npz of prepare.fid_statistics. null: no FID."""
+    """Reference for FID and CMMD: .npz of prepare.fid_statistics. null: neither."""
     inception: str | None = None
     """FID's network: pt_inception-2015-12-05-6726825d.pth, a hub name, or `random`. null: no FID."""
     resize: Literal["bilinear299", "bicubic256"] = "bilinear299"
     """Resizing for FID: bilinear299 as in MLPerf's reference, bicubic256 as in NVIDIA's submissions."""
     precision: Literal["fp32", "fp16"] = "fp32"
-    """Precision of the scoring networks; fp16 as in MLPerf's reference."""
+    """Precision of the networks for FID and CLIP score; fp16 as in MLPerf's reference."""
     clip: str | None = None
     """CLIP weights (OpenCLIP's ViT-H-14 or ViT-L-14): file, hub name, or `random`. null: no CLIP score."""
+    cmmd: str | None = None
+    """CMMD's image encoder: model file of openai/clip-vit-large-patch14-336, hub name, or `random`. null: no CMMD."""
     image_size: Pixels | None = limited(None, 1, MAX_SIDE_PX, usual="512, or [width, height]")
     """Pixels of generated images: a number, or [width, height]. null: as in training."""
     batch_size: int | None = limited(None, 1, 2**16)
@@ -99,14 +102,17 @@ class EvalConfig:
         problems = []
         if self.prompts is None and not (images_alone and self.clip is None):
             problems.append(("eval.prompts", "not given. Give a tab-separated file with image_id, id and caption."))
-        if (self.statistics is None) != (self.inception is None):
+        if self.statistics is None and self.cmmd is not None:
+            todo = "Make it by prepare.fid_statistics cmmd=ENCODER, or leave out eval.cmmd"
+            problems.append(("eval.statistics", f"not given, but eval.cmmd is. {todo}."))
+        elif (self.statistics is None) != (self.inception is None) and self.cmmd is None:
             present, missing = ("statistics", "inception") if self.inception is None else ("inception", "statistics")
             both = f"not given, but eval.{present} is. FID needs both; leave out both for none."
             problems.append((f"eval.{missing}", both))
-        if self.statistics is None and self.inception is None and self.clip is None:
+        if self.statistics is None and self.inception is None and self.clip is None and self.cmmd is None:
             todo = "Give eval.inception and eval.statistics, eval.clip, or all three"
             problems.append(("eval.inception", f"nothing to score with. {todo}."))
-        for key in ("prompts", "statistics", "inception", "clip"):
+        for key in ("prompts", "statistics", "inception", "clip", "cmmd"):
             path = getattr(self, key)
             if path in (None, "random"):
                 continue
@@ -139,7 +145,7 @@ class EvalConfig:
     def meter(self) -> Meter:
         """Build the meter on the CPU. Raises ValueError: a file is unreadable or is the wrong one."""
         of_fid: Any = dict(inception=self.inception, statistics=self.statistics, resize=self.resize)
-        return Meter(**of_fid, clip=self.clip, precision=self.precision)
+        return Meter(**of_fid, clip=self.clip, cmmd=self.cmmd, precision=self.precision)
 
     def image_size_or(self, size: ImageSize) -> ImageSize:
         """Return the size of the generated images, `size` where no other is given; of videos with its frames."""

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
+from composer.utils import dist
 from torch import Tensor, nn
 
 from common.value_types import join_first
 from families.shapes.networks import NUM_FEATURES, SIDE_PX, Reader, build_clip, tokenize
 from weights.files import WeightsFile, open_weights
 from weights.published import copy_weights, file_digest
+from weights.tensors import tensor_specs
 
 Precision = Literal["fp32", "fp16"]
 """fp32: full, whatever the run's precision. fp16: under autocast, as in all validation of MLPerf's reference."""
@@ -80,10 +82,24 @@ class Float64Sums:
         """Return name -> sum, without a copy."""
         return {name: getattr(self, name) for name in self._names}
 
+    def accepts(self, states: Mapping[str, Tensor]) -> bool:
+        """Return whether saved sums have the names, types and shapes of these."""
+        return tensor_specs(states) == tensor_specs(self.tensors())
+
+    def restore(self, states: Mapping[str, Tensor]) -> None:
+        """Continue from saved sums, which `accepts` accepts."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(states[name])
+
     def to(self, device: torch.device | str) -> Self:
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.to(device))
         return self
+
+    def add_ranks(self) -> None:
+        """Replace this rank's sums by those of all ranks."""
+        for tensor in self.tensors().values():
+            dist.all_reduce(tensor, reduce_operation="SUM")
 
 
 def require_finite(values: Tensor, what: str, ids: Sequence[int | str] | Tensor | None = None) -> None:

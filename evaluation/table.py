@@ -145,5 +145,5 @@ class ScoreTable:
 
 
 def _printable_row(row: Row) -> Row:
-    keys = ("model", "images", "weights", "guidance", "fid", "clip", "clip_x100", "num_images", "partial")
+    keys = ("model", "images", "weights", "guidance", "fid", "clip", "clip_x100", "cmmd", "num_images", "partial")
     return {key: rounded(row[key]) for key in keys if key in row}

@@ -273,7 +273,7 @@ def _whole(value: float) -> str:
 
 # --- which plots a page has ---
 
-LABELS = {"fid": "FID", "clip": "CLIP score (mean cosine)"}
+LABELS = {"fid": "FID", "clip": "CLIP score (mean cosine)", "cmmd": "CMMD"}
 SIDE = {"fid": "at most", "clip": "at least", "val_loss": "at most"}
 IMAGES = "images seen"
 CLOCK_NAMES = dict(zip(CLOCKS, ("training", "waiting for data", "evaluation", "checkpoints and the rest"), strict=True))
@@ -319,13 +319,13 @@ def column(lines: Sequence[Line], key: str) -> Array:
     return np.array([math.nan if (value := number_of(line, key)) is None else value for line in lines])
 
 
-# --- FID and CLIP score ---
+# --- FID, CLIP score and CMMD ---
 
 
 def reference_bands(key: str, batches: Collection[float | None]) -> list[Series]:
     """Return the mean of a metric over the reference's runs, with its extremes, for each of these global batches."""
     rows, bands = np.genfromtxt(REFERENCE, delimiter=",", names=True), []
-    for batch in np.unique(rows["global_batch_size"]):
+    for batch in np.unique(rows["global_batch_size"]) if key in (rows.dtype.names or ()) else ():
         batch_rows = rows[rows["global_batch_size"] == batch]
         if batch in batches:
             images = np.unique(batch_rows["images"])

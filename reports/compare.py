@@ -314,6 +314,7 @@ OUTCOMES = (
     *("schema", "call", "rung", "command", "run_name", "status", "process_seconds", "command_seconds", "wall_seconds"),
     *("starts", "history_lost", "target", "images_to_target", "seconds_to_target", "seconds_to_target_with_eval"),
     *("fid", "clip", "bad_samples", "points_not_evaluated", "compiled_graphs", "recompiled_graphs", "stopped_early"),
+    "cmmd",
     *("first_step_seconds", "peak_tflops", "global_batch_size", "evaluations", "validations", "profile"),
 )
 """What a run came to, and what it is called; with all `estimated_...`, `images_per_sec...` and `..._fingerprint`. Other keys

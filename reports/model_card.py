@@ -38,7 +38,7 @@ RECIPE = (
     *("schedule.warmup_images", "ema.enabled", "ema.decay", "ema.half_life"),
 )
 DATA = ("data.synthetic", "data.stage", "data.remote", "data.streams", "data.normalize", "data.flip", "data.crop")
-SCORES = ("images", "weights", "guidance", "steps", "sampler", "num_images", "fid", "clip")
+SCORES = ("images", "weights", "guidance", "steps", "sampler", "num_images", "fid", "clip", "cmmd")
 
 
 @dataclass(frozen=True)

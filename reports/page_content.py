@@ -318,6 +318,7 @@ ABSENT = "not there"
 FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "fid": ("FID", figure),
     "clip": ("CLIP score", figure),
+    "cmmd": ("CMMD", figure),
     "images_to_target": ("images to the target", figure),
     "seconds_to_target": ("training to the target", span),
     "seconds_with_eval_to_target": ("time to the target, with evaluation", span),
@@ -337,6 +338,7 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
 CARD_KEYS = (
     "fid",
     "clip",
+    "cmmd",
     "images",
     "seconds",
     "images_per_sec",
@@ -350,6 +352,7 @@ SCORE_KEYS = ("prompts_sha256", "num_prompts", "image_size", "eval_image_size", 
 COMPARABLE_KEYS = {
     "FIDs": ("statistics_sha256", "inception_fingerprint", "resize", *SCORE_KEYS),
     "CLIP scores": ("clip_fingerprint", *SCORE_KEYS),
+    "CMMDs": ("cmmd_fingerprint",),
     "Losses": ("model.family", "objective.prediction", "objective.weighting", "objective.timesteps", "image_size"),
     "Validation losses": ("stage_sha256", "num_samples", "times"),
     "Images/s": ("model.family", "model.preset", "image_size", "device"),

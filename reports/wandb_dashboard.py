@@ -31,6 +31,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Quality": {
         "FID": ("eval/fid",),
         "CLIP score": ("eval/clip",),
+        "CMMD": ("eval/cmmd",),
         "Samples": (SAMPLES, VIDEOS),
         "Images to the target": ("result/images_to_target",),
         "Training seconds to the target": ("result/seconds_to_target",),

@@ -54,6 +54,7 @@ EVALUATION = (
     Metric("eval/fid", "fid"),
     Metric("eval/clip", "clip"),
     Metric("eval/clip_x100", "clip_x100"),
+    Metric("eval/cmmd", "cmmd"),
     Metric("eval/eval_sec", "eval_sec"),
 )
 VALIDATION = (Metric("val/loss", "val_loss"), Metric("val/loss_tNNN", "val_loss_bins"))

@@ -87,7 +87,7 @@ MAY_CHANGE = (
 )
 
 CANONICAL_NODES = "data.num_canonical_nodes"
-OF_EVALUATION = ("eval.inception", "eval.clip")
+OF_EVALUATION = ("eval.inception", "eval.clip", "eval.cmmd")
 HUB_KEYS = ("model.weights", "model.denoiser", *OF_EVALUATION)
 """Keys whose values may be names on the Hugging Face Hub."""
 
@@ -397,6 +397,7 @@ SETTINGS = {
     "resize": "eval.resize",
     "eval_precision": "eval.precision",
     "clip_fingerprint": "eval.clip",
+    "cmmd_fingerprint": "eval.cmmd",
 }
 OF_VALIDATION = {
     "times": "validation.times",

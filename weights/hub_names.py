@@ -56,6 +56,7 @@ MIRRORS = {
 }
 """Repositories that their owners have withdrawn -> a copy by others."""
 CLIP_MODELS = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "laion/CLIP-ViT-L-14-laion2B-s32B-b82K")
+CLIP_MODELS += ("openai/clip-vit-large-patch14-336",)
 WELL_KNOWN = (*MIRRORS.values(), SDXL, FLUX_DEV, FLUX_SCHNELL, *IMAGE_MODELS, WAN_TI2V, *VIDEO_MODELS, *CLIP_MODELS)
 WELL_KNOWN_OWNERS = {name.partition("/")[0] for name in (*WELL_KNOWN, *MIRRORS)}
 
