@@ -6,6 +6,7 @@
     python export.py runs/NAME model.safetensors             # its makers' layout, for tools that do not know diffusers
     python export.py runs/NAME adapter.safetensors lora=separate   # of a LoRA run, for diffusers' load_lora_weights
     python export.py runs/NAME adapter.safetensors lora=comfyui    # for ComfyUI and A1111
+    python export.py runs/NAME OUT lora=separate push_to_hub=OWNER/NAME   # a folder with the adapter and its card
     python export.py runs/NAME OUT push_to_hub=OWNER/NAME    # and to the Hugging Face Hub, as a private model
 
 The folder has the denoiser, the run's frozen encoders, its tokenizers, the scheduler of its evaluations, a model card
@@ -99,6 +100,7 @@ class EncodersConfig:
     """The denoiser that a LoRA run has its adapter on, where it has moved. null: where the run has it."""
 
 
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"  # the name that load_lora_weights looks for in a folder
 ADAPTER_TENSORS = {"separate": lora.tensors, "comfyui": lora.comfyui_tensors}
 
 
@@ -113,7 +115,7 @@ class ExportConfig:
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Type in which the weights are stored."""
     lora: Literal["merged", "separate", "comfyui"] = "merged"
-    """A run with LoRA: its adapter merged into its base; or alone in a file: separate for diffusers, comfyui."""
+    """A run with LoRA: its adapter merged into its base; or alone: separate for diffusers, comfyui."""
     push_to_hub: str | None = None
     """OWNER/NAME on the Hugging Face Hub, to which the folder is uploaded too."""
     private: bool = True
@@ -122,8 +124,8 @@ class ExportConfig:
 
     def problems(self, out: Path) -> list[Problem]:
         """Return what cannot be, whatever the run is."""
-        if self.lora != "merged" and not is_ldm(out):
-            text = f"lora: {self.lora}, but {out} is not a file name: an adapter is one file. Give FILE.safetensors."
+        if self.lora == "comfyui" and not is_ldm(out):
+            text = f"lora: {self.lora}, but {out} is not a file name: its adapter is one file. Give FILE.safetensors."
             return [Problem(text, ("lora",))]
         if self.push_to_hub is None:
             text = "private: false, but nothing is uploaded to the hub. Give push_to_hub=OWNER/NAME, or leave it out."
@@ -368,13 +370,20 @@ def export(address: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     )
     facts["dtype"] = config.dtype
     if adapter is not None:
-        stored = {name: pipeline_files.cast_for_storage(name, tensor, config.dtype) for name, tensor in adapter.items()}
-        return _summarize(out, facts, write_file(out, stored, facts), began)
-    if is_ldm(out):
+        adapter = {
+            name: pipeline_files.cast_for_storage(name, tensor, config.dtype) for name, tensor in adapter.items()
+        }
+    name = config.push_to_hub or out.resolve().name
+    if adapter is not None and is_ldm(out):
+        num_bytes = write_file(out, adapter, facts)
+    elif adapter is not None:
+        card = Card(name, facts, masked_keys, caption_of(run), is_adapter=True)
+        num_bytes = write_adapter_folder(out, adapter, facts, card=card, run_config=text)
+    elif is_ldm(out):
         num_bytes = write_file(out, pipeline_files.collect_single_file_tensors(networks, config.dtype), facts)
     else:
         scored = dict(scores=scores_of(run, facts), summary=read_summary(run))
-        card = Card(config.push_to_hub or out.resolve().name, facts, masked_keys, caption_of(run), **scored)
+        card = Card(name, facts, masked_keys, caption_of(run), **scored)
         size = run_config.eval.image_size_or(run_config.size)
         num_bytes = write_folder(out, model.family, networks, facts, size=size, card=card, run_config=text)
     return _summarize(out, facts, num_bytes, began)
@@ -402,10 +411,23 @@ def write_folder(
     with atomic_folder(out) as folder:
         how = dict(size=size, dtype=facts["dtype"])
         facts["code"] = pipeline_files.save_pipeline(folder, family, networks, scheduler, **how)
-        write_atomic(folder / "README.md", card.text())
-        write_atomic(folder / RUN_CONFIG, run_config)
-        write_json(folder / EXPORT_FILE, {**facts, "files": sorted(_files(folder))})
-        return sum((folder / name).stat().st_size for name in _files(folder))
+        return _describe_folder(folder, facts, card=card, run_config=run_config)
+
+
+def write_adapter_folder(
+    out: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any], *, card: Card, run_config: str
+) -> int:
+    """Write an adapter under diffusers' file name and what describes it; return the folder's bytes. Raises OSError."""
+    with atomic_folder(out) as folder:
+        pipeline_files.write_safetensors(folder / ADAPTER_FILE, tensors, easel=json.dumps(facts))
+        return _describe_folder(folder, facts, card=card, run_config=run_config)
+
+
+def _describe_folder(folder: Path, facts: Mapping[str, Any], *, card: Card, run_config: str) -> int:
+    write_atomic(folder / "README.md", card.text())
+    write_atomic(folder / RUN_CONFIG, run_config)
+    write_json(folder / EXPORT_FILE, {**facts, "files": sorted(_files(folder))})
+    return sum((folder / name).stat().st_size for name in _files(folder))
 
 
 def write_file(out: Path, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.masking import to_printable
+from weights.hub_names import parse_hub_name
 
 Row = Mapping[str, Any]
 
@@ -46,7 +47,8 @@ class Card:
     """What a card is made from.
 
     name: of the folder or the repository that is loaded; facts: as export.json has them; config: key -> value of the run, as
-    it may be shown; caption: for the example; scores: rows of the exported weights; summary: of the run, or nothing.
+    it may be shown; caption: for the example; scores: rows of the exported weights; summary: of the run, or nothing;
+    is_adapter: the card is of a LoRA adapter alone.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Card:
     caption: str
     scores: Sequence[Row] = ()
     summary: Row = field(default_factory=dict)
+    is_adapter: bool = False
 
     def text(self) -> str:
         """Return README.md."""
@@ -74,7 +77,10 @@ class Card:
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
         )
         environment.filters.update(code=code, literal=literal, number=_number)
-        return environment.from_string(Path(__file__).with_suffix(".md.j2").read_text()).render(
+        template = "adapter_card.md.j2" if self.is_adapter else "model_card.md.j2"
+        base = parse_hub_name(facts["denoiser_start"])
+        return environment.from_string(Path(__file__).with_name(template).read_text()).render(
+            base_model=base.repo if base else None,
             name=self.name,
             facts=facts,
             config=self.config,

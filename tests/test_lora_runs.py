@@ -13,6 +13,7 @@ from conftest import ROOT
 from diffusers import StableDiffusionXLPipeline
 from diffusers.utils import convert_state_dict_to_kohya
 from exported_runs import CASES
+from hub_server import TOKEN, Hub
 from PIL import Image
 from safetensors.torch import load_file
 from test_export import SHORT, train
@@ -24,6 +25,8 @@ import eval as scoring
 import export
 from checkpointing.files import FULL, WEIGHTS, list_checkpoints, read_checkpoint
 from families.pipeline_files import write_safetensors
+from reports.model_card import Card
+from weights.hub_names import SDXL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200, func_only=True)]
 
@@ -157,11 +160,37 @@ def test_an_adapter_cannot_initialize_a_network_and_other_runs_have_none(tuned, 
     for command, arguments, text in (
         (benchmark, [*words, f"model.denoiser={snapshot}"], f"{snapshot} holds an adapter alone (lora.rank={RANK}). "),
         (benchmark, [*words, f"model.denoiser={file}"], f"{file} holds a LoRA adapter alone, which cannot initialize "),
-        (export, [folder, tmp_path / "out", separate], f"lora: separate, but {tmp_path / 'out'} is not a file name"),
+        (
+            export,
+            [folder, tmp_path / "out", "lora=comfyui"],
+            f"lora: comfyui, but {tmp_path / 'out'} is not a file name",
+        ),
         (export, [first, tmp_path / "x.safetensors", separate], f"lora: separate, but {first} has no adapter"),
         (export, [first, tmp_path / "x", f"model.denoiser={base}"], f"{first} has no adapter, and needs no base. "),
     ):
         assert text in said_in_refusal(command, capsys, *arguments)
+
+
+def test_an_adapter_is_uploaded_under_diffusers_name_with_a_card(tuned, hub: Hub, tmp_path, monkeypatch, capsys):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    base, folder = tuned
+    file, out, words = tmp_path / "a.safetensors", tmp_path / "adapter", ["lora=separate", "push_to_hub=easel/dog"]
+    assert export.main([str(folder), str(file), "lora=separate"]) == 0
+    for _ in range(2):  # an earlier export of the run is replaced
+        assert export.main([str(folder), str(out), *words]) == 0, capsys.readouterr().err
+    assert f"hub={hub.address}/easel/dog" in capsys.readouterr().out
+    model, adapter = hub.models["easel/dog"], load_file(file)
+    files = {"README.md", "export.json", "pytorch_lora_weights.safetensors", "run_config.yaml"}
+    assert model.commits[model.refs["main"]].keys() == files == {path.name for path in out.iterdir()}
+    read = StableDiffusionXLPipeline.lora_state_dict(str(out))[0]  # as load_lora_weights reads it
+    assert read.keys() == adapter.keys() and all(torch.equal(read[name], adapter[name]) for name in adapter)
+    card = (out / "README.md").read_text()
+    assert f"from_pretrained('{base}')" in card and "load_lora_weights('easel/dog')" in card
+    facts = {**json.loads((out / "export.json").read_text()), "denoiser_start": f"{SDXL}@{'0' * 40}"}
+    assert f"base_model: {SDXL}\n" in Card("easel/dog", facts, {}, "a dog", is_adapter=True).text()
 
 
 # --- recipes ---
