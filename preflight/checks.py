@@ -407,7 +407,9 @@ def check_memory(case: CheckedRun) -> Findings:
         return
     on_device, microbatch = memory.has_average_on_device(run.ema), planned_microbatch(run, case.cost)
     kinds = dict(is_sharded=sharding.is_sharded(run.sharding), is_adapter=run.lora.is_given)
-    options = [*savings(run), *smaller_states(run.optimizer.states, run.precision, **kinds)]
+    options = savings(run)
+    if run.optimizer.name == "adamw":
+        options += smaller_states(run.optimizer.states, run.precision, **kinds)
     if text := memory.memory_problem(case.cost, microbatch, ranks_on_device(), ema=on_device, savings=options):
         yield Finding(ERROR, f"memory: {text}", MEMORY_KEYS)
     if text := memory.host_memory_problem(case.cost, dist.get_local_world_size()):

@@ -39,7 +39,7 @@ from mds.mixture import count_epoch_samples
 from mds.moments import FLIPPED_COLUMN
 from ranks import collectives
 from run_folder import mlperf_log
-from training import health, initial_weights, low_memory_adamw, sharding
+from training import health, initial_weights, low_memory_adamw, muon, sharding
 from training.builders import apply_saved_settings, store_problems
 from training.config import RunConfig, needs_encoders, resolve, takes_reference_rate
 from training.loggers import LoggersConfig, sqlite_file
@@ -85,6 +85,7 @@ def quick_problems(config: RunConfig, data_problems: Pairs) -> list[Problem]:
         *_named(data_problems, "data.streams"),
         *(problem for pairs in _section_problems(config) for problem in _named(pairs)),
         *_named(low_memory_adamw.problems(config.optimizer, config.precision), "precision"),
+        *_named(muon.problems(config.optimizer, config.precision, has_adapter=config.lora.is_given), "optimizer.name"),
         *speed_problems(config, config.precision),
         *_named(store_problems(config), "save.every_images"),
         *_named(

@@ -145,7 +145,7 @@ def test_arguments_are_literals_in_pythons_or_yamls_words():
         ("model.family=FOLDER/raises.py:A", f"FOLDER/raises.py raised {RAISED} (FOLDER/raises.py, line 2)."),
         ("model.family=FOLDER/broken.py:A", "FOLDER/broken.py raised SyntaxError: "),
         ("model.family=FOLDER/own.py:Bare", "FOLDER/own.py:Bare does not define name, objective, pixels_per_latent"),
-        ("optimizer.name=lion", "'lion' is unknown. Possible: adamw, or a class: package.module:Class."),
+        ("optimizer.name=lion", "'lion' is unknown. Possible: adamw, muon, or a class: package.module:Class."),
         ("optimizer.name=torch.optim:SGD(lr=0.5)", "lr is an argument of it. Give optimizer.lr instead."),
         ("callbacks=['FOLDER/own.py:Bad']", "FOLDER/own.py:Bad raised RuntimeError: no luck (FOLDER/own.py, line 13)."),
         (

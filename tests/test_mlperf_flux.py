@@ -131,6 +131,7 @@ def test_a_recipe_fits_on_the_gpus_that_it_names():
 
 
 DEVIATIONS = {
+    "optimizer.name=muon": "muon; the reference: adamw",
     "optimizer.betas=[0.9, 0.999]": "[0.9, 0.999]; the reference: [0.9, 0.95]",
     "objective.caption_dropout=0.0": "0; the reference: 0.1",
     "validation.times=thousandths": "thousandths; the reference: eighths",

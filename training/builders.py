@@ -653,7 +653,7 @@ def measure_step_cost(config: RunConfig) -> Cost:
         lora=(config.lora.rank, tuple(config.lora.targets or ())) if config.lora.rank else None,
     )
     how = config.sharding if sharding.is_sharded(config.sharding) else "off"
-    return dataclasses.replace(cost, states=config.optimizer.states, sharding=how)
+    return dataclasses.replace(cost, states=config.optimizer.states, optimizer=config.optimizer.name, sharding=how)
 
 
 # --- settings of a start ---

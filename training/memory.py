@@ -31,7 +31,7 @@ from families.lora import add as add_adapter
 from families.objectives import ObjectiveConfig
 from families.spec import Column
 from model import AUTOCAST_DTYPES, LatentDiffusion, build_model, cast_weights, weights_dtype, zero_states
-from training import low_memory_adamw
+from training import low_memory_adamw, muon
 from training.speed import checkpoint_blocks, denoiser_parts
 from weights.tensors import build_on_meta, is_out_of_memory, iterate_tensors
 
@@ -70,6 +70,8 @@ class Cost:
     """Of tensors whose moments stay float32, whatever optimizer.states says."""
     uneven_parameters: int = 0
     """Of further tensors whose moments stay float32 with optimizer.states=8bit."""
+    hidden_parameters: int = 0
+    """Of the tensors that optimizer.name=muon updates without a second moment."""
     largest_tensor: int = 0
     """Parameters of the largest tensor."""
     largest_block: int = 0
@@ -80,6 +82,8 @@ class Cost:
     precision: str = "fp32"
     states: str = "fp32"
     """optimizer.states, of the run."""
+    optimizer: str = "adamw"
+    """optimizer.name, of the run."""
     sharding: str = "off"
     """off, full: over all ranks, or hybrid: over those of a machine."""
     num_ranks: int | None = None
@@ -139,11 +143,16 @@ class Cost:
         """Bytes of all moments, over all ranks that they are divided over."""
         wide = self.small_parameters + (self.uneven_parameters if self.states == "8bit" else 0)
         each = low_memory_adamw.BYTES_OF_STATES
+        if self.optimizer == "muon":
+            others = self.trained_parameters - self.hidden_parameters
+            return muon.BYTES_OF_MOMENTUM * self.hidden_parameters + each["fp32"] * others
         return each["fp32"] * wide + each[self.states] * (self.trained_parameters - wide)
 
     @property
     def _bytes_of_update(self) -> float:
         """Bytes that an optimizer's step takes in addition to the states; fused AdamW takes none."""
+        if self.optimizer == "muon":
+            return muon.BYTES_OF_UPDATE * self.largest_tensor
         if self.states == "fp32" and self.precision != "bf16_params":
             return 0
         return low_memory_adamw.BYTES_OF_A_PIECE[self.states] * min(
@@ -231,6 +240,7 @@ def _sizes(denoiser: nn.Module) -> dict[str, int]:
         "trained_parameters": sum(tensors),
         "small_parameters": sum(tensors) - sum(large),
         "uneven_parameters": sum(num for num in large if num % low_memory_adamw.BLOCK),
+        "hidden_parameters": sum(weight.numel() for weight in muon.hidden_weights(denoiser) if weight.requires_grad),
         "largest_tensor": max(tensors),
         "largest_block": max(blocks, default=0),
         "num_blocks": len(blocks),

@@ -16,6 +16,7 @@ from common.plugins import is_plugin, parse_plugin
 from common.value_types import exclusive, limited, read_duration
 from families.mlperf import Benchmark
 from training.low_memory_adamw import SmallAdamW, has_small_weights
+from training.muon import MuonAdamW, hidden_weights
 
 DEFAULT_LR = 1e-4
 WARMUP_START = 1e-6  # of a run that is no benchmark's: as MLPerf's Stable Diffusion has it
@@ -26,7 +27,7 @@ class OptimizerConfig:
     """AdamW, learning rate and clipping."""
 
     name: str = "adamw"
-    """adamw, or another class, e.g. 'torch.optim:RAdam(decoupled_weight_decay=true)'."""
+    """adamw, muon (arXiv:2502.16982), or another class, e.g. 'torch.optim:RAdam(decoupled_weight_decay=true)'."""
     lr: float | None = limited(None, 0.0, above=True)
     """Learning rate after warm-up. null: 1e-4, or from lr_per_image; mlperf: the reference's."""
     lr_per_image: float | None = limited(None, 0.0, above=True)
@@ -51,8 +52,12 @@ class OptimizerConfig:
         problems = exclusive("optimizer", self, "lr", "lr_per_image")
         if self.name == "adamw":
             return problems
+        if self.name == "muon":
+            text = "but muon keeps its states in float32. Leave it out, or say optimizer.name=adamw."
+            given = ((key, getattr(self, key)) for key in ("states", "rounding"))
+            return problems + [(f"optimizer.{k}", f"{v}, {text}") for k, v in given if v not in ("fp32", None)]
         if not is_plugin(self.name):
-            text = f"'{self.name}' is unknown. Possible: adamw, or a class: package.module:Class"
+            text = f"'{self.name}' is unknown. Possible: adamw, muon, or a class: package.module:Class"
             return [*problems, ("optimizer.name", f"{text}.")]
         try:
             own = parse_plugin("optimizer.name", self.name).arguments.keys() & {"lr", "weight_decay"}
@@ -204,7 +209,7 @@ def build_schedule(
 def build_optimizer(
     config: OptimizerConfig, model: nn.Module, global_batch_size: int, *, seed: int = 0
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the trainable parameters, in at most two groups (decayed, not decayed).
+    """Return the optimizer of the trainable parameters, in at most two groups (decayed, not decayed); muon's before them.
 
     fused=True: one kernel for all tensors, on GPU and CPU. Small states and bfloat16 weights: training/low_memory_adamw.py.
 
@@ -212,9 +217,16 @@ def build_optimizer(
         seed: of stochastic rounding, where something is rounded.
 
     Raises:
-        ValueError: the class of `name` cannot be built, see common/plugins.py.
+        ValueError: the class of `name` cannot be built, see common/plugins.py; or muon has no matrices here.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    hidden = hidden_weights(getattr(model, "denoiser", model)) if config.name == "muon" else []
+    if config.name == "muon" and not hidden:
+        blocks = "the network has no blocks with matrices, as diffusers' transformers and UNets have"
+        raise ValueError(f"optimizer.name: muon, but {blocks}. Say optimizer.name=adamw.")
+    is_hidden = set(map(id, hidden))
+    parameters = [p for p in parameters if id(p) not in is_hidden]
+    groups: list[dict[str, Any]]
     if config.decay == "all":
         groups = [{"params": parameters, "weight_decay": config.weight_decay}]
     else:
@@ -226,6 +238,9 @@ def build_optimizer(
         plugin = parse_plugin("optimizer.name", config.name)
         return plugin.build(torch.optim.Optimizer, groups, lr=config.learning_rate(global_batch_size))
     options: dict[str, Any] = dict(lr=config.learning_rate(global_batch_size), betas=config.betas, eps=config.eps)
+    if config.name == "muon":
+        own = {"params": hidden, "weight_decay": config.weight_decay, "muon": True}
+        return MuonAdamW([own, *({**group, "muon": False} for group in groups)], **options)
     if config.states == "fp32" and not has_small_weights(parameters):
         return torch.optim.AdamW(groups, **options, fused=True)
     is_stochastic = config.rounding != "nearest"

@@ -1,0 +1,185 @@
+"""training/muon.py against a float64 iteration, torch's Muon and AdamW; on two ranks, and the same again after a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY_RUN
+from test_checkpoints import newest, same_training
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import benchmark
+from families import load_family
+from families.encoders import ModelConfig
+from families.objectives import ObjectiveConfig
+from training.memory import measure_cost
+from training.muon import hidden_weights, orthogonalize, problems
+from training.optimizer import OptimizerConfig, build_optimizer
+from weights.tensors import build_on_meta
+
+pytestmark = pytest.mark.timeout(120, func_only=True)
+LR, DECAY = 0.01, 0.1
+CONFIG = OptimizerConfig(name="muon", lr=LR, weight_decay=DECAY)
+
+
+class Blocks(nn.Module):
+    """A tall, a wide and a square matrix, and a kernel, between a first and a last layer. 65 rows: no even halves."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Linear(24, 65), nn.Linear(64, 24), nn.Linear(32, 32, bias=False), nn.Conv2d(8, 16, 3)]
+        self.first, self.last = nn.Linear(8, 24), nn.Linear(24, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(layer, nn.LayerNorm(8)) for layer in layers])
+
+
+def gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
+    """As a network's are: of full rank, with singular values that differ by a factor of 100."""
+    own = torch.Generator().manual_seed(step)
+    whole = [torch.randn(p.shape, generator=own) for p in model.parameters()]
+    for gradient in whole:
+        gradient *= torch.logspace(-2, 0, len(gradient)).reshape(-1, *[1] * (gradient.ndim - 1))
+    return whole
+
+
+def train(model: nn.Module, steps: range, optimizer: torch.optim.Optimizer | None = None) -> torch.optim.Optimizer:
+    optimizer = optimizer or build_optimizer(CONFIG, model, 8)
+    for step in steps:
+        for parameter, gradient in zip(model.parameters(), gradients(model, step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return optimizer
+
+
+def test_a_step_is_that_of_a_newton_schulz_iteration_in_float64_and_as_large_as_one_of_adamw():
+    """Jordan's iteration on Nesterov's momentum, Moonlight's factor: an RMS of 0.2 for singular values of 1."""
+    model, momentum = Blocks(), 0.0
+    before = [weight.detach().clone() for weight in hidden_weights(model)]
+    train(model, range(1))
+    for weight, start in zip(hidden_weights(model), before, strict=True):
+        gradient = weight.grad.double().flatten(1)
+        momentum = 0.05 * gradient
+        x = 0.05 * gradient + 0.95 * momentum
+        x = x / x.norm()
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+        step = (start.double() * (1 - LR * DECAY) - weight.detach().double()).flatten(1) / LR
+        expected = 0.2 * math.sqrt(max(x.shape)) * x
+        assert (step - expected).norm() < 0.03 * expected.norm()  # bfloat16: 2^-9 a rounding, of which there are many
+        assert 0.1 < step.square().mean().sqrt() < 0.25
+
+
+def test_the_singular_values_become_about_one():
+    matrix = gradients(Blocks(), 3)[4]
+    left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = (left.T @ orthogonalize(matrix).double() @ right.T).diagonal()
+    assert values.min() > 0.65 and values.max() < 1.25
+
+
+def test_on_matrices_it_is_torchs_muon_and_on_the_rest_torchs_adamw_bit_for_bit():
+    ours, reference = Blocks(), Blocks()
+    train(ours, range(3))
+    matrices = [weight for weight in hidden_weights(reference) if weight.ndim == 2]
+    others = [p for p in reference.parameters() if not any(p is weight for weight in hidden_weights(reference))]
+    options = dict(lr=LR, weight_decay=DECAY)
+    muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options)
+    adamw = torch.optim.AdamW(others, fused=True, **options)
+    for step in range(3):
+        train(reference, range(step, step + 1), muon)
+        adamw.step()
+    names = [name for name, p in ours.named_parameters() if p.ndim != 4]
+    assert len(names) == len(matrices) + len(others) == 18
+    for name in names:
+        assert torch.equal(ours.get_parameter(name), reference.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "outside"),
+    [
+        ("shapes", "flow", "x_embedder context_embedder time_text_embed norm_out proj_out"),
+        ("shapes", "stock", "conv_in conv_out time_embedding down_blocks.0.downsamplers up_blocks.0.upsamplers"),
+        ("wan", "stock", "patch_embedding condition_embedder proj_out"),
+    ],
+)
+def test_adamw_has_the_first_and_last_layers_embeddings_norms_and_tables(family, variant, outside):
+    denoiser = build_on_meta(load_family(family, "tiny", variant).build_denoiser)
+    hidden = set(map(id, hidden_weights(denoiser)))
+    names = {name for name, p in denoiser.named_parameters() if p.ndim >= 2 and id(p) not in hidden}
+    names = {name for name in names if not name.endswith("scale_shift_table")}  # of Wan
+    assert {next((each for each in outside.split() if name.startswith(each)), name) for name in names} == set(
+        outside.split()
+    )
+
+
+def test_the_planned_memory_of_the_states_is_what_they_take():
+    traced = measure_cost(
+        ModelConfig("shapes", "tiny", "flow"), ObjectiveConfig(), stage="moments", size=(32, 32), precision="fp32"
+    )
+    denoiser = load_family("shapes", "tiny", "flow").build_denoiser()
+    optimizer = build_optimizer(CONFIG, denoiser, 8)
+    for parameter in denoiser.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
+    assert dataclasses.replace(traced, optimizer="muon").bytes_of_states == sum(tensor.nbytes for tensor in states)
+
+
+def of_a_rank(rank: int, folder: str) -> None:
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = fully_shard(Blocks())
+    optimizer = build_optimizer(CONFIG, model, 8)
+    for step in range(3):
+        for parameter, whole in zip(model.parameters(), gradients(model, step), strict=True):
+            parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        optimizer.step()
+    momenta = [state["momentum_buffer"] for state in optimizer.state.values() if "momentum_buffer" in state]
+    assert len(momenta) == 4 and all(isinstance(momentum, DTensor) for momentum in momenta)
+    saved = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    if rank == 0:
+        torch.save(saved, f"{folder}/saved.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_with_half_of_each_matrix_make_the_step_of_one(tmp_path):
+    torch.multiprocessing.spawn(of_a_rank, (str(tmp_path),), nprocs=2)
+    saved, model = torch.load(tmp_path / "saved.pt"), Blocks()
+    train(model, range(3))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-7)
+
+
+def words_of(folder: Path, name: str, *more: str) -> list[str]:
+    keys = ["optimizer.name=muon", "optimizer.decay=matrices", "data.synthetic=true", "save.every_images=16"]
+    keys += ["model.family=shapes", "image_size=32"]
+    return [*TINY_RUN, *keys, f"run_folder={folder}", f"run_name={name}", "ema.enabled=true", *more]
+
+
+def test_a_run_resumes_bit_for_bit(tmp_path):
+    assert benchmark.main(words_of(tmp_path, "whole")) == 0
+    assert benchmark.main(words_of(tmp_path, "resumed", "max_duration=2ba")) == 0
+    assert benchmark.main(words_of(tmp_path, "resumed")) == 0
+    whole = newest(tmp_path, "whole")
+    assert same_training(whole, newest(tmp_path, "resumed"))
+    kinds = [sorted(state) for state in whole["optimizer"]["state"].values()]
+    assert kinds.count(["momentum_buffer"]) > 50 and kinds.count(["exp_avg", "exp_avg_sq", "step"]) > 50
+
+
+def test_what_muon_does_not_go_with_is_refused():
+    text = "but muon keeps its states in float32. Leave it out, or say optimizer.name=adamw."
+    config = OptimizerConfig(name="muon", betas=(0.9, 0.95), states="8bit", rounding="nearest")
+    assert config.problems() == [("optimizer.states", f"8bit, {text}"), ("optimizer.rounding", f"nearest, {text}")]
+    assert problems(CONFIG, "bf16", has_adapter=False) == []
+    assert problems(OptimizerConfig(), "bf16_params", has_adapter=True) == []
+    assert [key for key, _ in problems(CONFIG, "bf16_params", has_adapter=True)] == ["precision", "lora.rank"]
+    with pytest.raises(ValueError, match="optimizer.name: muon, but the network has no blocks with matrices"):
+        build_optimizer(CONFIG, nn.Linear(3, 3), 8)
