@@ -67,7 +67,7 @@ def hidden_weights(denoiser: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """# (A, B) -> (A, B) bfloat16, with the same singular vectors and singular values of about 1, in 0.7 to 1.2.
+    """Return a matrix (A, B) as (A, B) bfloat16 with the same singular vectors and singular values of about 1, in 0.7 to 1.2.
 
     Five steps of a Newton-Schulz iteration, X <- a X + b (X X^T) X + c (X X^T)^2 X, in the shape with fewer rows.
     """
