@@ -101,7 +101,7 @@ def violations(path: Path) -> list[str]:
             continue
         inside = imported.split(".")[0] in (room, ITS_PARTS.get(room))
         family, other = (set(name.split(".")[1:2]) & FAMILIES for name in (module, imported))
-        apart = room == "callbacks" or (room == "families" and family and other and family != other)
+        apart = room in ("callbacks", "algorithms") or (room == "families" and family and other and family != other)
         if (inside and apart and "." in imported) or (not inside and target >= floor):
             found.append(f"{module} (floor {floor}) imports {imported} (floor {target})")
     return found

@@ -1,0 +1,4 @@
+"""Methods that change a training step: a Composer Algorithm a file, chosen by the key `algorithms`. None imports another.
+
+They are imported by name, as a user's own classes are. This room imports model.py and the rooms below.
+"""

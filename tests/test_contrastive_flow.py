@@ -1,0 +1,69 @@
+"""algorithms/contrastive_flow.py: the paper's loss and its gradient, and in a run's microbatches; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from composer import Event
+from conftest import TINY_RUN
+
+import benchmark
+from algorithms.contrastive_flow import ContrastiveFlow
+from families.objectives import ObjectiveConfig, RectifiedFlow, mean_squared_errors
+
+WORD = "algorithms=['algorithms.contrastive_flow:ContrastiveFlow(weight=0.3)']"
+pytestmark = pytest.mark.timeout(120, func_only=True)
+
+
+def apply(algorithm: ContrastiveFlow, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss of a flow with weights of 1, changed by the algorithm."""
+    algorithm._objective = RectifiedFlow(ObjectiveConfig(prediction="flow", timesteps="uniform", shift=1.0))
+    outputs = {"prediction": prediction, "target": target, "weight": torch.ones(len(target))}
+    state = SimpleNamespace(outputs=outputs, loss=mean_squared_errors(prediction, target).mean())
+    algorithm.apply(Event.AFTER_LOSS, state, None)
+    return state.loss
+
+
+def test_loss_and_gradient_are_the_papers_with_the_sample_before_as_negative():
+    """Its derivative by v_i: 2 ((v_i - u_i) - lambda (v_i - u_j)) / (B N), N numbers a sample; here in float64 by hand."""
+    prediction, target = torch.randn(2, 5, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+    prediction.requires_grad_()
+    loss = apply(ContrastiveFlow(), prediction, target)
+    loss.backward()
+    v, u, expected = prediction.detach().double(), target.double(), 0.0
+    for i, j in ((0, 4), (1, 0), (2, 1), (3, 2), (4, 3)):
+        expected += (((v[i] - u[i]) ** 2).mean() - 0.05 * ((v[i] - u[j]) ** 2).mean()) / 5
+        gradient = 2 * ((v[i] - u[i]) - 0.05 * (v[i] - u[j])) / v.numel()
+        torch.testing.assert_close(prediction.grad[i].double(), gradient, rtol=1e-5, atol=1e-8)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def run(folder: Path, name: str, *more: str) -> int:
+    keys = ["model.family=shapes", "model.variant=flow", "image_size=32", "data.synthetic=true"]
+    return benchmark.main([*TINY_RUN, *keys, f"run_folder={folder}", f"run_name={name}", *more])
+
+
+@pytest.mark.slow
+def test_a_run_in_microbatches_has_the_term_in_each(tmp_path):
+    assert run(tmp_path, "plain", "device_train_microbatch_size=4") == 0
+    assert run(tmp_path, "with", "device_train_microbatch_size=4", WORD) == 0
+    loss, plain = (json.loads((tmp_path / name / "summary.json").read_text())["loss"] for name in ("with", "plain"))
+    # The network is untrained: it is about as far from another sample's target as from its own.
+    assert loss == pytest.approx(0.7 * plain, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.variant=stock", WORD], "algorithms: contrastive flow needs a rectified flow, but the prediction is "),
+        ([WORD, "device_train_microbatch_size=1"], "algorithms: contrastive flow needs a second sample"),
+        ([WORD.replace("0.3", "1.0")], "weight is 1.0. Possible: more than 0 and less than 1"),
+    ],
+)
+def test_what_it_cannot_be_used_with_is_refused(tmp_path, capsys, words, message):
+    assert run(tmp_path, "a", *words) in (1, 2)
+    assert message in capsys.readouterr().err
