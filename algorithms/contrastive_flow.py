@@ -20,6 +20,14 @@ from families.objectives import Objective, RectifiedFlow
 from model import LatentDiffusion
 
 
+def objective_problem(prediction: str | None) -> str | None:
+    """Return why a run with this prediction cannot have the term, if it cannot."""
+    if prediction == RectifiedFlow.prediction:
+        return None
+    text = f"contrastive flow needs a rectified flow, but the prediction is {prediction}"
+    return f"algorithms: {text}. Say objective.prediction=flow, or leave it out."
+
+
 class ContrastiveFlow(Algorithm):
     """Subtract the loss against another sample's target, times `weight`, from a rectified flow's loss.
 
@@ -43,9 +51,9 @@ class ContrastiveFlow(Algorithm):
         if event == Event.INIT:  # the model is not wrapped yet
             assert isinstance(state.model, LatentDiffusion)
             self._objective = state.model.objective
-            if not isinstance(self._objective, RectifiedFlow):
-                text = f"contrastive flow needs a rectified flow, but the prediction is {self._objective.prediction}"
-                raise ValueError(f"algorithms: {text}. Say objective.prediction=flow, or leave it out.")
+            # Preflight knows the class by its module; named by its file's path it is another.
+            if text := objective_problem(self._objective.prediction):
+                raise ValueError(text)
             return
         assert self._objective is not None and isinstance(state.loss, Tensor)
         prediction, target, weight = (state.outputs[name] for name in ("prediction", "target", "weight"))

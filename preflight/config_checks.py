@@ -14,6 +14,7 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 from torch.optim import Optimizer
 
+from algorithms.contrastive_flow import ContrastiveFlow, objective_problem
 from callbacks.mlperf_log import MLPerfConfig
 from checkpointing.files import FULL, list_checkpoints
 from common.command_line import Problem
@@ -97,7 +98,7 @@ def quick_problems(config: RunConfig, data_problems: Pairs) -> list[Problem]:
         *_named(_objective_problems(family, config.objective, config.eval, config.samples)),
         *(_learning_rate_problems(batch) if takes_reference_rate(config.model, config.optimizer) else []),
         *_named(_evaluation_problems(config, family), "global_batch_size", "max_duration"),
-        *_plugin_problems(config),
+        *_plugin_problems(config, family),
         *log_problems(config),
         *_lora_problems(config.lora, config.model, config.precision, is_synthetic=config.data.synthetic),
     ]
@@ -136,7 +137,7 @@ def _kind_problems(config: RunConfig, family: Family | None) -> Iterator[tuple[s
             yield from _video_problems(family, config.size, config, config.eval.when, draws_samples=draws_samples)
 
 
-def _plugin_problems(config: RunConfig) -> Iterator[Problem]:
+def _plugin_problems(config: RunConfig, family: Family | None) -> Iterator[Problem]:
     """Yield what is wrong with classes from outside; that of model.family is looked at with the family."""
     lists: list[tuple[str, list[Any], type]] = [
         ("algorithms", config.algorithms, Algorithm),
@@ -148,7 +149,11 @@ def _plugin_problems(config: RunConfig) -> Iterator[Problem]:
         wanted.append(("optimizer.name", "optimizer.name", config.optimizer.name, Optimizer, [[]]))
     for key, name, value, base, given in wanted:
         try:
-            parse_plugin(name, value).check(base, *given, **({"lr": 1.0} if given else {}))
+            loaded = parse_plugin(name, value).check(base, *given, **({"lr": 1.0} if given else {}))
+            if family is not None and issubclass(loaded, ContrastiveFlow):
+                prediction = config.objective.resolved(family.objective).prediction
+                if text := objective_problem(prediction):
+                    yield Problem(text, (key, "objective.prediction"))
         except ValueError as error:
             yield Problem(str(error), (key,))
 
