@@ -13,6 +13,9 @@ term; validation does not.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import cast
+
 from composer import Algorithm, Event, Logger, State
 from torch import Tensor
 
@@ -56,7 +59,8 @@ class ContrastiveFlow(Algorithm):
                 raise ValueError(text)
             return
         assert self._objective is not None and isinstance(state.loss, Tensor)
-        prediction, target, weight = (state.outputs[name] for name in ("prediction", "target", "weight"))
+        outputs = cast(Mapping[str, Tensor], state.outputs)
+        prediction, target, weight = (outputs[name] for name in ("prediction", "target", "weight"))
         if len(target) < 2:
             text = "contrastive flow needs a second sample, but a microbatch has one"
             raise ValueError(f"algorithms: {text}. Give device_train_microbatch_size=2 or more.")

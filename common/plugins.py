@@ -12,6 +12,7 @@ where it is used. A file is imported once in a process, and its folder is not se
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -21,11 +22,13 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
+
+from common.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -186,15 +189,29 @@ def _import_module(key: str, source: str) -> ModuleType:
         if error.name and (source == error.name or source.startswith(f"{error.name}.")):
             raise ValueError(f"{key}: there is no module {source}. {EXAMPLE}.") from error
         raise ValueError(f"{key}: {source} raised {_describe_error(error)}.") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{key}: {source} raised {_describe_error(error)}.") from error
 
 
-def _describe_error(error: BaseException) -> str:
-    """Return an error with the place that raised it: the last line of a file that is not this one."""
+@contextlib.contextmanager
+def name_plugin(key: str, value: str | None) -> Iterator[None]:
+    """Turn any error within into a ConfigError that names the class under this key, if there is one."""
+    try:
+        yield
+    except Exception as error:
+        if not is_plugin(value):
+            raise
+        plugin = parse_plugin(key, value)
+        raise ConfigError([f"{key}: {plugin.text} raised {_describe_error(error, plugin.source)}."]) from error
+
+
+def _describe_error(error: BaseException, source: str = "") -> str:
+    """Return an error with the place that raised it: the last line of the file `source`, or else of any file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    path = str(Path(source).expanduser().resolve())
+    frames = [frame for frame in frames if frame.filename == path] or frames
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 

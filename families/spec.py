@@ -173,7 +173,9 @@ class Family:
 
     def network_names(self) -> Mapping[str, Callable[[nn.Module], NetworkNames]]:
         """Encoder or "denoiser" -> a function: built module -> the names of its tensors in published weights."""
-        raise NotImplementedError
+        raise ValueError(
+            f"model.family: {type(self).__name__} has no network_names. Published weights and exports need it."
+        )
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Turn captions into the batch's text columns, int64 (B, L) each."""
@@ -184,7 +186,7 @@ class Family:
 
         Also what prepares images for an encoder of transformers, if the pipeline has one.
         """
-        raise NotImplementedError
+        raise ValueError(f"model.family: {type(self).__name__} has no save_tokenizers. An export needs it.")
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Turn the batch's text columns into the denoiser's condition."""

@@ -143,6 +143,7 @@ def test_arguments_are_literals_in_pythons_or_yamls_words():
             "the arguments (depth=) cannot be read. Possible: name=value, with",
         ),
         ("model.family=FOLDER/raises.py:A", f"FOLDER/raises.py raised {RAISED} (FOLDER/raises.py, line 2)."),
+        ("model.family=FOLDER/exits.py:A", "FOLDER/exits.py raised SystemExit: 3 (FOLDER/exits.py, line 1)."),
         ("model.family=FOLDER/broken.py:A", "FOLDER/broken.py raised SyntaxError: "),
         ("model.family=FOLDER/own.py:Bare", "FOLDER/own.py:Bare does not define name, objective, pixels_per_latent"),
         ("optimizer.name=lion", "'lion' is unknown. Possible: adamw, muon, or a class: package.module:Class."),
@@ -166,13 +167,25 @@ def test_arguments_are_literals_in_pythons_or_yamls_words():
 )
 def test_what_is_no_class_of_the_right_kind_is_refused_by_key_and_line(tmp_path, capsys, word, message):
     good = (EXAMPLES / "my_dit.py").read_text()
-    for name, text in {"good": good, "raises": "import math\n1 / 0\n", "broken": "def f(:\n", "own": OWN}.items():
+    texts = {"raises": "import math\n1 / 0\n", "exits": "raise SystemExit(3)\n", "broken": "def f(:\n"}
+    for name, text in {"good": good, "own": OWN, **texts}.items():
         (tmp_path / f"{name}.py").write_text(text)
     assert run(tmp_path, "a", *word.replace("FOLDER", str(tmp_path)).split()) == 2
     problems = capsys.readouterr().err.replace(str(tmp_path), "FOLDER").splitlines()
     keys = "|".join(re.escape(each.partition("=")[0]) for each in word.split())
     begins = re.compile(rf"(command line|({keys})(\[0\])?): {re.escape(message)}")
     assert len(list(filter(begins.match, problems))) == 1, problems
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.usefixtures("traced_cost")
+def test_a_family_whose_step_raises_is_named_with_its_line_before_the_run_begins(tmp_path, capsys):
+    late, good = tmp_path / "late.py", (EXAMPLES / "my_dit.py").read_text()
+    own = ["", "class Late(MyDiT):", "    def denoise(self, *given):", "        raise KeyError('mask')"]
+    late.write_text("\n".join([good, *own]))
+    assert run(tmp_path, "a", f"model.family={late}:Late") == 2
+    line = len(late.read_text().splitlines())
+    assert capsys.readouterr().err == f"model.family: {late}:Late raised KeyError: 'mask' ({late}, line {line}).\n"
     assert not (tmp_path / "a").exists()
 
 

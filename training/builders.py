@@ -41,7 +41,7 @@ from checkpointing.resume import RunState
 from checkpointing.uploads import Uploads
 from common.errors import ConfigError
 from common.log import log
-from common.plugins import build_all
+from common.plugins import build_all, name_plugin
 from common.value_types import ImageSize
 from config import flatten, replace_keys
 from data import SyntheticBatches, build_data, open_datasets
@@ -633,25 +633,25 @@ def advice_after_signal(config: RunConfig | None) -> str:
 
 # --- the cost of a step ---
 
-traced_cost = functools.cache(measure_cost)
-"""It takes seconds, and a start asks for it several times."""
+traced_cost = functools.cache(measure_cost)  # it takes seconds, and a start asks for it several times
 
 
 def measure_step_cost(config: RunConfig) -> Cost:
-    """Return the cost of a training step of a resolved run's model."""
+    """Return the cost of a training step of a resolved run's model. Raises ValueError: a user's own family fails in it."""
     assert config.precision is not None
-    cost = traced_cost(
-        config.model,
-        config.objective,
-        stage=config.data.stage,
-        stored_text=config.data.text == "stored",
-        has_encoders=needs_encoders(config),
-        size=config.size,
-        precision=config.precision,
-        is_compiled=config.compile != "off",
-        gradient_checkpointing=config.gradient_checkpointing,
-        lora=(config.lora.rank, tuple(config.lora.targets or ())) if config.lora.rank else None,
-    )
+    with name_plugin("model.family", config.model.family):
+        cost = traced_cost(
+            config.model,
+            config.objective,
+            stage=config.data.stage,
+            stored_text=config.data.text == "stored",
+            has_encoders=needs_encoders(config),
+            size=config.size,
+            precision=config.precision,
+            is_compiled=config.compile != "off",
+            gradient_checkpointing=config.gradient_checkpointing,
+            lora=(config.lora.rank, tuple(config.lora.targets or ())) if config.lora.rank else None,
+        )
     how = config.sharding if sharding.is_sharded(config.sharding) else "off"
     return dataclasses.replace(cost, states=config.optimizer.states, optimizer=config.optimizer.name, sharding=how)
 
