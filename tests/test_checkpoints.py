@@ -255,6 +255,7 @@ def test_the_wall_figure_has_all_starts_and_what_a_restart_costs(words_of, tmp_p
     assert read_config(tmp_path / "a")["cost.per_device_hour"] == 3600.0
 
 
+@pytest.mark.usefixtures("traced_cost")
 def test_a_disk_without_room_for_a_whole_run_is_refused(words_of, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=48 * 2**20))
