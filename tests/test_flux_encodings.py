@@ -266,6 +266,7 @@ def test_a_run_from_preprocessed_samples_builds_encoders_only_where_it_samples(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_cost")
 def test_the_path_of_the_docs_runs_with_tiny_samples(make_stage, tmp_path, monkeypatch, capsys):
     """docs/mlperf.md: from the folders of its downloads to a recipe, which is changed in its sizes and speed alone."""
     monkeypatch.setattr("model.build_encoders", lambda *_: pytest.fail("an encoder was built"))
@@ -294,6 +295,7 @@ def test_the_path_of_the_docs_runs_with_tiny_samples(make_stage, tmp_path, monke
     assert [line["images"] for line in lines if line.get("validation")] == [0, 8, 16]
 
 
+@pytest.mark.usefixtures("traced_cost")
 def test_an_encoder_is_built_where_a_run_needs_it(make_stage, tmp_path, capsys):
     """Without the empty text's states captions cannot be dropped; without dropout nothing of it is needed."""
 
