@@ -78,6 +78,7 @@ from training import initial_weights
 from training.config import RunConfig, build
 from weights.files import WEIGHT_SUFFIXES, open_weights
 from weights.hub import upload, upload_problem
+from weights.hub_names import parse_hub_name
 from weights.published import Networks
 from weights.tensors import fingerprint
 
@@ -377,7 +378,9 @@ def export(address: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     if adapter is not None and is_ldm(out):
         num_bytes = write_file(out, adapter, facts)
     elif adapter is not None:
-        card = Card(name, facts, masked_keys, caption_of(run), is_adapter=True)
+        base = parse_hub_name(facts["denoiser_start"])
+        repo = base.repo if base else None
+        card = Card(name, facts, masked_keys, caption_of(run), is_adapter=True, base_model=repo)
         num_bytes = write_adapter_folder(out, adapter, facts, card=card, run_config=text)
     elif is_ldm(out):
         num_bytes = write_file(out, pipeline_files.collect_single_file_tensors(networks, config.dtype), facts)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from common.masking import to_printable
-from weights.hub_names import parse_hub_name
 
 Row = Mapping[str, Any]
 
@@ -48,7 +47,7 @@ class Card:
 
     name: of the folder or the repository that is loaded; facts: as export.json has them; config: key -> value of the run, as
     it may be shown; caption: for the example; scores: rows of the exported weights; summary: of the run, or nothing;
-    is_adapter: the card is of a LoRA adapter alone.
+    is_adapter: the card is of a LoRA adapter alone; base_model: its base on the Hugging Face Hub, OWNER/NAME, if it is there.
     """
 
     name: str
@@ -58,6 +57,7 @@ class Card:
     scores: Sequence[Row] = ()
     summary: Row = field(default_factory=dict)
     is_adapter: bool = False
+    base_model: str | None = None
 
     def text(self) -> str:
         """Return README.md."""
@@ -78,9 +78,8 @@ class Card:
         )
         environment.filters.update(code=code, literal=literal, number=_number)
         template = "adapter_card.md.j2" if self.is_adapter else "model_card.md.j2"
-        base = parse_hub_name(facts["denoiser_start"])
         return environment.from_string(Path(__file__).with_name(template).read_text()).render(
-            base_model=base.repo if base else None,
+            base_model=self.base_model,
             name=self.name,
             facts=facts,
             config=self.config,
