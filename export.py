@@ -371,16 +371,13 @@ def export(address: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     )
     facts["dtype"] = config.dtype
     if adapter is not None:
-        adapter = {
-            name: pipeline_files.cast_for_storage(name, tensor, config.dtype) for name, tensor in adapter.items()
-        }
+        adapter = {key: pipeline_files.cast_for_storage(key, tensor, config.dtype) for key, tensor in adapter.items()}
     name = config.push_to_hub or out.resolve().name
     if adapter is not None and is_ldm(out):
         num_bytes = write_file(out, adapter, facts)
     elif adapter is not None:
-        base = parse_hub_name(facts["denoiser_start"])
-        repo = base.repo if base else None
-        card = Card(name, facts, masked_keys, caption_of(run), is_adapter=True, base_model=repo)
+        base_model = getattr(parse_hub_name(facts["denoiser_start"]), "repo", None)
+        card = Card(name, facts, masked_keys, caption_of(run), is_adapter=True, base_model=base_model)
         num_bytes = write_adapter_folder(out, adapter, facts, card=card, run_config=text)
     elif is_ldm(out):
         num_bytes = write_file(out, pipeline_files.collect_single_file_tensors(networks, config.dtype), facts)
