@@ -9,26 +9,27 @@ With the prediction v_i, the target u_i = eps_i - x_i, and u_j of another sample
 The other sample is the one before it, j = i - 1, and the first one's the last: datasets are shuffled, so it is a random one,
 and nothing is drawn. It is one of the same microbatch, of the same rank. The training loss of logs and records includes the
 term; validation does not.
+
+The gradient is (1 - weight) times that of |v_i - (u_i - weight u_j) / (1 - weight)|^2: what is learned is a flow that is
+1 / (1 - weight) too long, away from the mean of all targets. The paper takes that back in sampling with guidance (section
+5.4); here nothing does, so the validation loss is that of this flow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from composer import Algorithm, Event, Logger, State
 from torch import Tensor
 
 from families.objectives import Objective, RectifiedFlow
+from families.spec import Family
 from model import LatentDiffusion
 
-
-def objective_problem(prediction: str | None) -> str | None:
-    """Return why a run with this prediction cannot have the term, if it cannot."""
-    if prediction == RectifiedFlow.prediction:
-        return None
-    text = f"contrastive flow needs a rectified flow, but the prediction is {prediction}"
-    return f"algorithms: {text}. Say objective.prediction=flow, or leave it out."
+TOO_FEW = (
+    "contrastive flow needs a second sample, but a microbatch has one. Give device_train_microbatch_size=2 or more."
+)
 
 
 class ContrastiveFlow(Algorithm):
@@ -38,7 +39,7 @@ class ContrastiveFlow(Algorithm):
         weight: of the term, in (0, 1): from 1 on the loss has no lower bound. The paper's is 0.05.
 
     Raises:
-        ValueError: `weight` is outside; at the Trainer's start: the run trains no rectified flow.
+        ValueError: `weight` is outside; a microbatch has one sample.
     """
 
     def __init__(self, weight: float = 0.05):
@@ -47,6 +48,13 @@ class ContrastiveFlow(Algorithm):
         self.weight = weight
         self._objective: Objective | None = None
 
+    def problem(self, family: Family, keys: Mapping[str, Any]) -> str | None:
+        """Say why a run cannot use it, or None. `keys`: of a resolved run."""
+        if (prediction := keys["objective.prediction"]) != RectifiedFlow.prediction:
+            text = f"contrastive flow needs a rectified flow, but the prediction is {prediction}"
+            return f"{text}. Say objective.prediction=flow, or leave it out."
+        return TOO_FEW if keys["device_train_microbatch_size"] == 1 else None
+
     def match(self, event: Event, state: State) -> bool:
         return event in (Event.INIT, Event.AFTER_LOSS)
 
@@ -54,15 +62,11 @@ class ContrastiveFlow(Algorithm):
         if event == Event.INIT:  # the model is not wrapped yet
             assert isinstance(state.model, LatentDiffusion)
             self._objective = state.model.objective
-            # Preflight knows the class by its module; named by its file's path it is another.
-            if text := objective_problem(self._objective.prediction):
-                raise ValueError(text)
             return
         assert self._objective is not None and isinstance(state.loss, Tensor)
         outputs = cast(Mapping[str, Tensor], state.outputs)
         prediction, target, weight = (outputs[name] for name in ("prediction", "target", "weight"))
         if len(target) < 2:
-            text = "contrastive flow needs a second sample, but a microbatch has one"
-            raise ValueError(f"algorithms: {text}. Give device_train_microbatch_size=2 or more.")
+            raise ValueError(f"algorithms: {TOO_FEW}")
         losses = self._objective.losses(prediction.float(), target.roll(1, dims=0).float())  # (B,)
         state.loss = state.loss - self.weight * (weight * losses).mean()

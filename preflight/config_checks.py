@@ -14,13 +14,12 @@ from composer.loggers import LoggerDestination
 from composer.utils import dist
 from torch.optim import Optimizer
 
-from algorithms.contrastive_flow import ContrastiveFlow, objective_problem
 from callbacks.mlperf_log import MLPerfConfig
 from checkpointing.files import FULL, list_checkpoints
 from common.command_line import Problem
 from common.errors import ConfigError
 from common.files import write_problem
-from common.plugins import is_plugin, parse_plugin
+from common.plugins import is_plugin, parse_plugin, plugins_of
 from common.value_types import ImageSize, Pixels, kind_of_path, read_duration
 from config import flatten
 from data import SYNTHETIC_EPOCH_BATCHES, DataConfig, Encodings
@@ -98,7 +97,7 @@ def quick_problems(config: RunConfig, data_problems: Pairs) -> list[Problem]:
         *_named(_objective_problems(family, config.objective, config.eval, config.samples)),
         *(_learning_rate_problems(batch) if takes_reference_rate(config.model, config.optimizer) else []),
         *_named(_evaluation_problems(config, family), "global_batch_size", "max_duration"),
-        *_plugin_problems(config, family),
+        *_plugin_problems(config),
         *log_problems(config),
         *_lora_problems(config.lora, config.model, config.precision, is_synthetic=config.data.synthetic),
     ]
@@ -137,8 +136,8 @@ def _kind_problems(config: RunConfig, family: Family | None) -> Iterator[tuple[s
             yield from _video_problems(family, config.size, config, config.eval.when, draws_samples=draws_samples)
 
 
-def _plugin_problems(config: RunConfig, family: Family | None) -> Iterator[Problem]:
-    """Yield what is wrong with classes from outside; that of model.family is looked at with the family."""
+def _plugin_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what is wrong with named classes; that of model.family is looked at with the family."""
     lists: list[tuple[str, list[Any], type]] = [
         ("algorithms", config.algorithms, Algorithm),
         ("callbacks", config.callbacks, Callback),
@@ -149,13 +148,27 @@ def _plugin_problems(config: RunConfig, family: Family | None) -> Iterator[Probl
         wanted.append(("optimizer.name", "optimizer.name", config.optimizer.name, Optimizer, [[]]))
     for key, name, value, base, given in wanted:
         try:
-            loaded = parse_plugin(name, value).check(base, *given, **({"lr": 1.0} if given else {}))
-            if family is not None and issubclass(loaded, ContrastiveFlow):
-                prediction = config.objective.resolved(family.objective).prediction
-                if text := objective_problem(prediction):
-                    yield Problem(text, (key, "objective.prediction"))
+            parse_plugin(name, value).check(base, *given, **({"lr": 1.0} if given else {}))
         except ValueError as error:
             yield Problem(str(error), (key,))
+    if config.algorithms:
+        with contextlib.suppress(ValueError):  # of a value that cannot be resolved, or of a class above
+            yield from _algorithm_problems(config.algorithms, config.model, flatten(resolve(config)))
+
+
+def _algorithm_problems(algorithms: list[Any], model: ModelConfig, keys: dict[str, Any]) -> Iterator[Problem]:
+    """Yield why a resolved run, with these keys, cannot use its algorithms. Raises ValueError: see common/plugins.py."""
+    plugins = plugins_of("algorithms", algorithms)
+    asked = [plugin for plugin in plugins if hasattr(plugin.load(object), "problem")]
+    family = load_family(model.family, model.preset, model.variant)
+    for plugin in asked:
+        try:
+            algorithm: Any = plugin.build(object)
+        except ValueError as error:
+            yield Problem(str(error), ("algorithms",))
+        else:
+            if text := algorithm.problem(family, keys):
+                yield Problem(f"{plugin.key}: {text}", ("algorithms",))
 
 
 def _lora_problems(
