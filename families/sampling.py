@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from families.objectives import BETA_END, BETA_START, NUM_TRAIN_STEPS
+from weights.tensors import copy_to_device
 
 # Stable Diffusion's; only leading spacing uses the offset.
 SCHEDULE = dict(
@@ -258,9 +259,7 @@ def sample(
     scheduler = build(sampler, **objective, **times_of_flow)
     scheduler.set_timesteps(steps)  # its constants stay on the CPU: reading one does not wait for the device
     x = noise.float() * scheduler.init_noise_sigma
-    times = scheduler.timesteps
-    if x.device.type == "cuda":  # only pinned memory is copied without the host waiting for queued work
-        times = times.pin_memory().to(x.device, non_blocking=True)
+    times = copy_to_device(scheduler.timesteps, x.device)
     copies = 1 if guidance == 1.0 else 2
     for index, time in enumerate(scheduler.timesteps):
         rows = torch.cat([scheduler.scale_model_input(x, time)] * copies)

@@ -31,6 +31,7 @@ from families.language_models import build_language_model, language_model_in_fol
 from families.lora import ATTENTION
 from families.spec import Pipeline, select_preset
 from weights import hub_names, ldm_names
+from weights.tensors import copy_to_device
 
 # complex_human_instruction of SanaPipeline, chi_prompt of the authors' configurations
 INSTRUCTION = "\n".join((
@@ -121,10 +122,7 @@ class Sana(GemmaFamily):
 
     def encode_text(self, encoders: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         first, others = batch["gemma_tokens"].long().split((1, self.num_tokens - 1), dim=1)
-        instruction = torch.tensor(self.instruction[1:-1])
-        if first.is_cuda:  # only pinned memory is copied without the host waiting for queued work
-            instruction = instruction.pin_memory()
-        instruction = instruction.to(first.device, non_blocking=True).expand(len(first), -1)
+        instruction = copy_to_device(torch.tensor(self.instruction[1:-1]), first.device).expand(len(first), -1)
         tokens = torch.cat([first, instruction.where(others[:, :1] != PAD, PAD), others], dim=1)
         states = encoders["gemma"](input_ids=tokens, attention_mask=tokens != PAD).last_hidden_state
         text = torch.cat([states[:, :1], states[:, -others.shape[1] :]], dim=1)

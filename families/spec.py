@@ -42,6 +42,7 @@ from families.sampling import (
     classifier_free_guidance,
     dynamic_shift,
 )
+from weights.tensors import copy_to_device
 
 if TYPE_CHECKING:
     from weights.ldm_names import NetworkNames
@@ -358,7 +359,7 @@ class Family:
 
 
 def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:  # (C,) -> (C, 1, ...)
-    return torch.tensor(values, device=like.device, dtype=like.dtype).reshape(-1, *[1] * (like.dim() - 2))
+    return copy_to_device(torch.tensor(values, dtype=like.dtype), like.device).reshape(-1, *[1] * (like.dim() - 2))
 
 
 def select_preset(family: str, variant: str, preset: str, sizes: Mapping[str, Mapping[str, T]]) -> T:

@@ -36,6 +36,11 @@ def build_on_meta(build: Callable[[], Built]) -> Built:
         return build()
 
 
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the CPU without the host waiting for queued work, which it does unless the memory is pinned."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Canonical name -> parameter, for all trained floating-point parameters."""
     named = ((canonical_name(name), parameter) for name, parameter in model.named_parameters())
