@@ -9,10 +9,9 @@ If a number cannot be computed, a line tells why.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -233,40 +232,35 @@ def smallest_num_cards(cost: Cost, values: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+RECOMPUTE, ENCODERS_ON_CPU, STATES_8BIT = "gradient_checkpointing=1", "model.frozen_device=cpu", "optimizer.states=8bit"
+
+
 def on_small_cards(config: RunConfig) -> str:
     """Return the line that says which keys a resolved run needs for one image a pass on one small card, the fewest first."""
-    memory_gib = {
-        fraction: functools.partial(_gib_on_one_card, dataclasses.replace(config, gradient_checkpointing=fraction))
-        for fraction in (config.gradient_checkpointing, 1.0)
+    possible = {
+        RECOMPUTE: config.gradient_checkpointing < 1.0,
+        ENCODERS_ON_CPU: config.model.frozen_device == "device" and needs_encoders(config),
+        STATES_8BIT: config.optimizer.name == "adamw" and config.optimizer.states != "8bit",
     }
-    keys = {
-        "gradient_checkpointing=1": config.gradient_checkpointing < 1.0,
-        "model.frozen_device=cpu": config.model.frozen_device == "device" and needs_encoders(config),
-        "optimizer.states=8bit": config.optimizer.name == "adamw" and config.optimizer.states != "8bit",
-    }
-    possible = [key for key, is_possible in keys.items() if is_possible]
-    choices = [chosen for num in range(len(possible) + 1) for chosen in itertools.combinations(possible, num)]
-
-    def fits(chosen: tuple[str, ...], card_gib: float) -> bool:
-        fraction = 1.0 if "gradient_checkpointing=1" in chosen else config.gradient_checkpointing
-        need = memory_gib[fraction](
-            encoders_on_cpu="model.frozen_device=cpu" in chosen, is_8bit="optimizer.states=8bit" in chosen
-        )
-        return need <= USABLE_FRACTION * card_gib
-
+    keys = [key for key, is_possible in possible.items() if is_possible]
+    choices = [chosen for num in range(len(keys) + 1) for chosen in itertools.combinations(keys, num)]
     texts = []
     for card_gib in SMALL_CARDS_GIB:
-        chosen = next((chosen for chosen in choices if fits(chosen, card_gib)), None)
+        usable_gib = USABLE_FRACTION * card_gib
+        chosen = next((chosen for chosen in choices if _gib_on_one_card(config, chosen) <= usable_gib), None)
         text = "does not fit" if chosen is None else f"with {' '.join(chosen)}" if chosen else "as it is"
         texts.append(f"of {card_gib} GiB {text}")
     return f"one card, one image a pass: {', '.join(texts)}"
 
 
-def _gib_on_one_card(config: RunConfig, *, encoders_on_cpu: bool, is_8bit: bool) -> float:
+def _gib_on_one_card(config: RunConfig, keys: Collection[str]) -> float:
+    """Return the memory of a run with these keys in addition, GiB."""
+    if RECOMPUTE in keys:
+        config = dataclasses.replace(config, gradient_checkpointing=1.0)
     cost = cost_over_gpus(on_gpus(measure_step_cost(config), flatten(config)), 1, "off")
-    if encoders_on_cpu:
+    if ENCODERS_ON_CPU in keys:
         cost = dataclasses.replace(cost, frozen_gib=0.0)
-    if is_8bit:
+    if STATES_8BIT in keys:
         cost = dataclasses.replace(cost, states="8bit")
     return cost.memory_gib(1, ema=config.ema.enabled and config.ema.device == "model")
 
