@@ -68,9 +68,9 @@ class Card:
         sources = {what: address for what, address in weights.items() if address not in (None, "random")}
         licences = {_find_licence(address)[0] for address in sources.values()}
         call = {"num_inference_steps": facts["steps"], **facts["pipeline_call"]}
-        inputs = literal(self.caption)
-        if facts["pipeline"] == "WanImageToVideoPipeline":
-            inputs = f"first_frame, {inputs}"
+        inputs, task = literal(self.caption), "text-to-video" if facts["num_frames"] else "text-to-image"
+        if has_first_frame := facts["pipeline"] == "WanImageToVideoPipeline":
+            inputs, task = f"first_frame, {inputs}", "image-to-video"
         commits = {"the run": facts["run_commit"], "the export": facts["commit"]}
         target = {key: self.config.get(f"target.{key}") for key in ("fid", "clip", "val_loss")}
         environment = jinja2.Environment(
@@ -80,6 +80,8 @@ class Card:
         template = "adapter_card.md.j2" if self.is_adapter else "model_card.md.j2"
         return environment.from_string(Path(__file__).with_name(template).read_text()).render(
             base_model=self.base_model,
+            has_first_frame=has_first_frame,
+            task=task,
             name=self.name,
             facts=facts,
             config=self.config,
