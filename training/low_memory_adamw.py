@@ -68,6 +68,14 @@ def problems(config: OptimizerConfig, precision: str | None) -> list[tuple[str, 
     return messages
 
 
+def compute_loss(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss of an optimizer's closure, which computes the gradients; None: there is none."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class SmallAdamW(torch.optim.Optimizer):
     """AdamW of any of these kinds, on any device; without `fused` and `foreach`, tensor by tensor.
 
@@ -97,10 +105,7 @@ class SmallAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = compute_loss(closure)
         index = 0
         with torch.profiler.record_function(UPDATE):  # not around the closure, in which Composer computes the gradients
             for group in self.param_groups:

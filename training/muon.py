@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from training.low_memory_adamw import UPDATE
+from training.low_memory_adamw import UPDATE, compute_loss
 from training.speed import blocks_of
 from weights.tensors import from_local_shard, gather_tensor, local_shard, shard_like
 
@@ -98,10 +98,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. With sharded weights, all ranks call it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = compute_loss(closure)
         with torch.profiler.record_function(UPDATE):
             for group in self.param_groups:
                 for parameter in group["params"] if group["muon"] else ():
