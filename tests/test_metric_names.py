@@ -65,8 +65,9 @@ def test_a_run_logs_what_the_table_has_and_what_the_dashboard_shows(miniature, h
     assert done.returncode == 0 and "target=reached" in done.stdout, done.stdout + done.stderr
 
     logged, summary = offline(folder), read_summary(folder)
-    # tests/test_moving_shapes.py has a run that logs the first, tests/test_health.py one of several ranks.
-    elsewhere = {VIDEOS, *(row.metric for row in METRICS if row.metric.startswith("ranks/"))}
+    # tests/test_moving_shapes.py has a run that logs the first, tests/test_cmmd.py computes the second, and
+    # tests/test_health.py has a run of several ranks.
+    elsewhere = {VIDEOS, "eval/cmmd", *(row.metric for row in METRICS if row.metric.startswith("ranks/"))}
     table, shown = ({row.metric for row in METRICS} - elsewhere, set(wandb_dashboard.metrics()) - elsewhere)
     assert {row_of(name) for name in logged.names()} == table
     assert {name for name in shown if name not in logged.names() and "NAME" not in name} == set()
