@@ -437,9 +437,14 @@ def cast_weights(denoiser: nn.Module, precision: str) -> None:
         nn.Module.to(denoiser, dtype)  # diffusers' own warns where a type is given
 
 
-def step_seed(seed: int, batch_index: int, rank: int) -> int:
-    """Return the seed of one step's generator, in [0, 2**63): a hash, so that neighbouring steps are independent."""
-    digest = hashlib.blake2b(f"{seed} {batch_index} {rank}".encode(), digest_size=8).digest()
+def step_seed(seed: int, batch_index: int, rank: int, purpose: str = "") -> int:
+    """Return the seed of one step's generator, in [0, 2**63): a hash, so that neighbouring steps are independent.
+
+    Args:
+        purpose: what else than the batch's own random numbers is drawn.
+    """
+    text = f"{seed} {batch_index} {rank}" + (f" {purpose}" if purpose else "")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 

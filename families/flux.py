@@ -133,6 +133,7 @@ class Flux(Family):
     pipeline = Pipeline("FluxPipeline", {}, ("feature_extractor", "image_encoder"))
     tokenizer_folders = ("tokenizer", "tokenizer_2")
     lora_targets = JOINT_ATTENTION
+    token_arguments: Mapping[str, int] | None = {"image_rotary_emb": 0}
     overflow_encoders = ("t5",)  # transformers clips its states in float16 (T5Block), which gives others
 
     def __init__(self, architecture: FluxSizes, variant: str):

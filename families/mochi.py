@@ -91,6 +91,7 @@ class Mochi(VideoFamily):
     tokenizer_folders = ("tokenizer",)
     clip_tokenizer_folder = None
     lora_targets = JOINT_ATTENTION
+    token_arguments: Mapping[str, int] | None = {"image_rotary_emb": 0}
     overflow_encoders = ("t5",)
     has_zero_empty_condition = True  # Genmo's demos/fine_tuner/train.py zeroes a dropped caption's states and its mask
     sampling_spacing = "linear_quadratic"

@@ -64,6 +64,7 @@ class PRX(GemmaFamily):
     num_tokens = 256
     pipeline = Pipeline("PRXPipeline", {"text_encoder": ["prx", "T5GemmaEncoder"], "default_sample_size": 512}, ())
     lora_targets = ("img_qkv_proj", "txt_kv_proj", "to_out.0")
+    token_arguments: Mapping[str, int] | None = {"image_rotary_emb": 2}
 
     def __init__(self, sizes: Mapping[str, Any], variant: str):
         super().__init__(sizes, variant)

@@ -102,6 +102,7 @@ class SD3(Family):
     pipeline = Pipeline("StableDiffusion3Pipeline", {}, ("feature_extractor", "image_encoder"), is_square=True)
     tokenizer_folders = ("tokenizer", "tokenizer_2", "tokenizer_3")
     lora_targets = JOINT_ATTENTION
+    token_arguments: Mapping[str, int] | None = {}
     overflow_encoders = ("t5",)
     fp32_encoders = ("vae",)  # vae/config.json has force_upcast set
     scheduler_settings: Mapping[str, Any] = dict(shift=SHIFT)

@@ -149,6 +149,9 @@ class Family:
     """Frozen networks that are float32 in every run, unless a key sets another type."""
     lora_targets: tuple[str, ...] = ATTENTION
     """Default layers with an adapter, see families.lora."""
+    token_arguments: Mapping[str, int] | None = None
+    """Arguments of the denoiser's blocks, besides `hidden_states` (B, S, D), with an entry for each of S image tokens, after
+    those of text tokens if it has them -> that dimension. None: the blocks do not take a part of the tokens."""
     sampling_spacing: Spacing = "linear"
     """How the steps of sampling are spread, see families.sampling."""
     scheduler_settings: Mapping[str, Any] = {}
@@ -360,6 +363,12 @@ class Family:
 
 def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:  # (C,) -> (C, 1, ...)
     return copy_to_device(torch.tensor(values, dtype=like.dtype), like.device).reshape(-1, *[1] * (like.dim() - 2))
+
+
+def transformer_blocks(denoiser: nn.Module) -> list[nn.Module]:
+    """Return the blocks of diffusers' transformers of images and videos, by what they call the lists of them."""
+    lists = [getattr(denoiser, name, ()) for name in ("transformer_blocks", "single_transformer_blocks", "blocks")]
+    return [block for blocks in lists for block in blocks]
 
 
 def select_preset(family: str, variant: str, preset: str, sizes: Mapping[str, Mapping[str, T]]) -> T:

@@ -130,6 +130,7 @@ class Wan(VideoFamily):
     tokenizer_folders = ("tokenizer",)
     clip_tokenizer_folder = None
     lora_targets = ATTENTION
+    token_arguments: Mapping[str, int] | None = {"rotary_emb": 1}
     overflow_encoders = ("umt5",)
     sampling_spacing = "inclusive"
     fp32_encoders = ("vae",)  # as in the authors' wan/modules/vae.py and the example of diffusers' WanPipeline

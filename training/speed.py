@@ -34,6 +34,7 @@ from common.errors import ConfigError
 from common.log import EVERY_RANK, log
 from common.private_api import require_private_api
 from common.value_types import limited
+from families.spec import transformer_blocks
 
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "xformers"]
 BACKEND = "inductor"  # tests that count graphs use aot_eager, which compiles no kernels
@@ -369,9 +370,6 @@ def num_graphs() -> int:
 
 # --- A denoiser's blocks ---
 
-OF_TRANSFORMERS = ("transformer_blocks", "single_transformer_blocks", "blocks")
-"""What diffusers' transformers of images and videos call the lists of their blocks."""
-
 
 def blocks_of(denoiser: nn.Module, of_unet: type[nn.Module] | None = None) -> list[nn.Module]:
     """Return a denoiser's residual blocks, its UNet's transformers, and the blocks of a transformer.
@@ -384,8 +382,7 @@ def blocks_of(denoiser: nn.Module, of_unet: type[nn.Module] | None = None) -> li
 
     own = Transformer2DModel if of_unet is None else of_unet
     matches = [module for module in denoiser.modules() if isinstance(module, (ResnetBlock2D, own))]
-    lists = [getattr(denoiser, name, ()) for name in OF_TRANSFORMERS]
-    return matches or [block for blocks in lists for block in blocks]
+    return matches or transformer_blocks(denoiser)
 
 
 def denoiser_parts(denoiser: nn.Module, how: str) -> list[nn.Module]:

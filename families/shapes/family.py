@@ -132,6 +132,7 @@ class ShapesFlow(Shapes):
     objective = OBJECTIVES["flow"]
     side_multiple = 2 * PIXELS_PER_LATENT
     lora_targets = JOINT_ATTENTION
+    token_arguments: Mapping[str, int] | None = {"image_rotary_emb": 0}
     pipeline = None  # FluxPipeline needs a T5
 
     def stored_columns(self) -> dict[str, Column]:
@@ -173,6 +174,7 @@ class ShapesMoving(VideoFamily, Shapes):
     latent_means, latent_stds = MOVING_LATENT_MEANS, MOVING_LATENT_STDS
     scheduler_settings: Mapping[str, Any] = dict(shift=MOVING_SHIFT)
     lora_targets = ATTENTION
+    token_arguments: Mapping[str, int] | None = {"rotary_emb": 1}
 
     def build_denoiser(self) -> nn.Module:
         from diffusers.models import WanTransformer3DModel
