@@ -4,7 +4,7 @@ For a weight W (A, B) with the gradient G and the momentum M, both float32, and 
 
     M <- mu M + (1 - mu) G
     U  = mu M + (1 - mu) G                           Nesterov's momentum
-    O  = orthogonalize(U)                            in bfloat16
+    O  = orthogonalize(U)                            in bfloat16; on a CPU in float32
     W <- (1 - lr decay) W - 0.2 lr sqrt(max(A, B)) O
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon). The factor 0.2 sqrt(max(A, B)) is Moonlight's (Liu et al. 2025,
@@ -16,7 +16,7 @@ weight of a linear layer or a convolution.
 
 torch.optim.Muon takes neither kernels nor AdamW's parameters, and on a sharded tensor each of its 15 products communicates.
 On plain matrices this class gives the same weights (tests/test_muon.py). Sharded weights (FSDP2): the momentum is sharded
-like its weight; U is gathered once, in bfloat16, and every rank orthogonalizes all of it.
+like its weight; U is gathered once, in the iteration's type, and every rank orthogonalizes all of it.
 """
 
 from __future__ import annotations
@@ -65,16 +65,21 @@ def hidden_weights(denoiser: nn.Module) -> list[Tensor]:
     return [module.weight for module in modules if isinstance(module, layers)]
 
 
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """Return the type of `orthogonalize`: a CPU without bfloat16 units multiplies small matrices 12 times slower in it."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
 @torch.no_grad()
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return a matrix (A, B) as (A, B) bfloat16 with the same singular vectors and singular values of about 1, in 0.7 to 1.2.
+    """Return a matrix (A, B) with the same singular vectors and singular values of about 1, in 0.7 to 1.2.
 
-    Five steps of a Newton-Schulz iteration, X <- a X + b (X X^T) X + c (X X^T)^2 X, in the shape with fewer rows.
+    Five steps of a Newton-Schulz iteration, X <- a X + b (X X^T) X + c (X X^T)^2 X, in the shape with fewer rows and in the
+    matrix's type.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.bfloat16()
-    x = x.T if is_tall else x
+    x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=EPS)
     for _ in range(STEPS):
         gram = x @ x.T
@@ -117,7 +122,8 @@ class MuonAdamW(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(like)
         momentum, gradient, weights = map(local_shard, (state["momentum_buffer"], parameter.grad, like))
         momentum.lerp_(gradient, 1 - MOMENTUM)
-        update = gather_tensor(from_local_shard(gradient.lerp(momentum, MOMENTUM).bfloat16(), like))
+        direction = gradient.lerp(momentum, MOMENTUM).to(iteration_dtype(like.device))
+        update = gather_tensor(from_local_shard(direction, like))
         matrix = update.reshape(len(update), -1)
         rate = group["lr"] * UPDATE_RMS * math.sqrt(max(matrix.shape))
         weights.mul_(1 - group["lr"] * group["weight_decay"])
