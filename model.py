@@ -340,10 +340,10 @@ class LatentDiffusion(ComposerModel):
                 )
         with torch.autocast(self.device.type, enabled=False):
             parts = latents.split(max(1, DECODE_POSITIONS // latents[0, 0].numel()))
-            images = torch.cat([self._decode(part) for part in parts])
+            images = torch.cat([self.decode_latents(part) for part in parts])
         return ((images + 1.0) / 2.0).clamp(0.0, 1.0)
 
-    def _decode(self, latents: Tensor) -> Tensor:  # (B, C, h, w) -> (B, 3, H, W)
+    def decode_latents(self, latents: Tensor) -> Tensor:  # (B, C, h, w) -> (B, 3, H, W)
         """Run the VAE's decoder on its device."""
         on = latents.to(self.encoders.device)
         return self.family.decode_latents(self.encoders.modules, on).to(self.device).float()

@@ -16,9 +16,7 @@ FLOPs and MFU of a run are those of the whole network.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from composer import Algorithm, Event, Logger, State
 from composer.utils import dist
 from torch import Tensor, nn
 
+from families.block_inputs import change_inputs
 from families.spec import Family, transformer_blocks
 from model import step_seed
 from weights.tensors import build_on_meta
@@ -83,13 +82,10 @@ class Route:
         self._whole: Tensor | None = None  # (B, S, D), what entered the route; None: outside it, or nothing is routed
 
     def install(self, blocks: Sequence[nn.Module], start: int, end: int) -> None:
-        """Replace the classes of the blocks of the route and of the one after it; names of parameters do not change."""
+        """Change what the blocks of the route and the one after it receive."""
         first, after, _ = slice(start, end).indices(len(blocks))
         for number in range(first, after + 1):
-            block: Any = blocks[number]
-            kind: Any = type(block)
-            block.__class__ = routed_class(kind)
-            block.change_tokens = {first: self.enter, after: self.leave}.get(number, self.gather)
+            change_inputs(blocks[number], {first: self.enter, after: self.leave}.get(number, self.gather))
 
     def begin_step(self, seed: int, device: torch.device) -> None:
         """Begin a step, whose first forward pass chooses: it knows the number of tokens."""
@@ -133,26 +129,3 @@ class Route:
         num_text = value.shape[dim] - self._whole.shape[1]
         text = torch.arange(num_text, device=value.device)
         return value.index_select(dim, torch.cat([text, num_text + self.kept]))
-
-
-@functools.cache
-def routed_class(block: Any) -> type[nn.Module]:  # block: a class of modules
-    """Return the class with routing around the whole call: compiled graph, recomputation, gathering of sharded weights."""
-    names = parameter_names(block)
-
-    class RoutedBlock(block):
-        change_tokens: Callable[[dict[str, Any]], dict[str, Any]]
-
-        def __call__(self, *args: Any, **more: Any) -> Any:
-            if not (self.training and torch.is_grad_enabled()):
-                return super().__call__(*args, **more)
-            return super().__call__(**self.change_tokens(dict(zip(names, args, strict=False)) | more))
-
-    RoutedBlock.__name__ = f"Routed{block.__name__}"
-    return RoutedBlock
-
-
-def parameter_names(block: Any) -> list[str]:  # block: a class of modules
-    """Return the names of a block's arguments, as diffusers has them: a class around its own may take any."""
-    names = [list(inspect.signature(kind.forward).parameters)[1:] for kind in block.__mro__ if "forward" in vars(kind)]
-    return next(each for each in names if "hidden_states" in each)

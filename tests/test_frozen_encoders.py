@@ -75,7 +75,7 @@ def test_moments_and_images_of_sdxl_are_those_of_float32_in_a_run_of_two_bytes(p
     stored = torch.from_numpy(Encoder(config, precision=precision, **options).encode_images(images)["moments"])
     torch.testing.assert_close(stored.float(), expected, rtol=2**-10, atol=1e-6)  # in float16
     latents = exact.family.sample_latents(expected, torch.zeros(2, *exact.latent_shape))
-    torch.testing.assert_close(ours._decode(latents), exact._decode(latents))
+    torch.testing.assert_close(ours.decode_latents(latents), exact.decode_latents(latents))
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "under Composer's autocast"])
