@@ -24,7 +24,6 @@ from mds.adopted import AdoptedColumns
 from mds.cache import MARK_FILE, STATE_FILE
 from mds.dataset import read_dataset, write_metadata
 from mds.fetch import HASH, RetryingStream, StreamFailure
-from mds.mixture import StreamConfig
 from prepare import adopt, latents
 from training.config import RunConfig
 from training.start import identity_of
@@ -201,40 +200,28 @@ def test_unfinished_and_unknown_files_in_a_cache_are_replaced(tmp_path):
 
 
 def test_a_dataset_that_cannot_be_adopted_is_refused(tmp_path, capsys, stage):
-    def refusal(*words: object, code: int = 2) -> str:
+    def refusal(*words: object) -> str:
         capsys.readouterr()
-        assert adopt.main(list(map(str, words))) == code
-        text = capsys.readouterr().err
-        assert "Traceback" not in text
-        return text.removesuffix("\n")
+        assert adopt.main(list(map(str, words))) == 2
+        return capsys.readouterr().err.removesuffix("\n")
 
     theirs = write(tmp_path / "theirs", {**THEIRS, "id": "int"})
-    at, has = f"{theirs}/index.json", "caption (str), id (int), jpg (bytes), width (int32)"
-    assert refusal(tmp_path / "none").startswith(f"REMOTE: no folder {tmp_path}/none. ")
     assert refusal(theirs, "image=picture", "caption=width").splitlines() == [
-        f"image: the data set has no column picture. It has: {has}.",
+        "image: the data set has no column picture. It has: caption (str), id (int), jpg (bytes), width (int32).",
         "caption: column width is int32. Possible: str, json.",
     ]
-    message = "command line: a column is named twice. Each is read as one thing."
-    assert refusal(theirs, "caption=caption", "key=caption") == message
-    message = f"{stage}/dataset.json is that of a stage which needs no adoption. Give another REMOTE, or metadata=PATH."
-    assert refusal(stage) == message
-    (tmp_path / "file").touch()
-    text = refusal(theirs, f"metadata={tmp_path}/file/theirs.json", code=1)
-    assert text.startswith(f"{tmp_path}/file/theirs.json cannot be written: [Errno 17] File exists: ")
+    assert "a column is named twice" in refusal(theirs, "caption=caption", "key=caption")
+    assert "needs no adoption" in refusal(stage)
     whole = json.loads((theirs / "index.json").read_text())
-    raw = whole["shards"][2]["raw_data"]
     for changes, message in (
         ({"column_names": ["other", "id", "jpg", "width"]}, ", shard.00002.mds, has no column caption. Possible: a "),
-        ({"column_encodings": ["json", "int", "bytes", "int32"]}, ", shard.00002.mds: column caption is json. "),
         ({"column_encodings": ["bytes", "int", "bytes", "int32"]}, ", shard.00002.mds: column caption is bytes. "),
-        ({"compression": "lzma", "zip_data": raw}, '.compression is "lzma". Possible: one of br, bz2, gz, snappy, '),
-        ({"raw_data": {**raw, "hashes": None}}, ".raw_data.hashes is null. Possible: an object of names and digests, "),
+        ({"compression": "lzma", "zip_data": whole["shards"][2]["raw_data"]}, '.compression is "lzma". Possible: '),
     ):
         shards = [shard | (changes if number == 2 else {}) for number, shard in enumerate(whole["shards"])]
         (theirs / "index.json").write_text(json.dumps({**whole, "shards": shards}))
         text = refusal(theirs)
-        assert text.startswith(f"REMOTE: {at}: shards[2]{message}") and text.endswith(f" {THIRD_PARTY}")
+        assert text.startswith(f"REMOTE: {theirs}/index.json: shards[2]{message}") and text.endswith(THIRD_PARTY)
     assert not (theirs / "dataset.json").exists()
 
 
@@ -251,23 +238,20 @@ def test_rows_that_cannot_be_used_are_counted_and_a_dataset_of_them_alone_is_ref
 def test_dataset_json_that_does_not_fit_its_index_is_refused(tmp_path):
     theirs, facts = write(tmp_path / "theirs", THEIRS), tmp_path / "facts.json"
     assert adopt.main([str(theirs)]) == 0
-
-    def refusal(name: str = "facts.json", **changes) -> str:
+    for changes, message in (
+        ({"columns": {"image": "jpg"}}, f"{facts}: columns is "),
+        (
+            {"columns": {"image": "jpg", "captions": ["text"]}},
+            f"{theirs}/index.json: shards[0], shard.00000.mds, has no ",
+        ),
+        ({"index_sha256": "0" * 64}, f"{theirs}/index.json (sha256 "),
+    ):
         facts.write_text(json.dumps({**json.loads((theirs / "dataset.json").read_text()), **changes}))
         with pytest.raises(ValueError) as error:
-            read_dataset(str(theirs), str(tmp_path / name))
-        return str(error.value)
-
-    again = f"Adopt the data set again: python -m prepare.adopt {theirs}"
-    possible = "Possible: of a stage of images, an object of captions, image and key"
-    for columns in ({"image": "jpg"}, {"captions": ["caption"]}, [], {"captions": "caption", "image": "jpg"}):
-        assert refusal(columns=columns) == f"{facts}: columns is {json.dumps(columns)}. {possible}. {again}"
-    text = refusal(columns={"image": "jpg", "captions": ["text"]})
-    assert text.startswith(f"{theirs}/index.json: shards[0], shard.00000.mds, has no column text. Possible: ")
-    assert refusal(index_sha256="0" * 64).endswith(f" that {facts} was written for (000000000000). {again}")
-    text = refusal("none.json")
-    assert text.startswith(f"no none.json under {tmp_path}. Make the stage: ")
-    assert text.endswith(f"If others have written it: python -m prepare.adopt {theirs}")
+            read_dataset(str(theirs), str(facts))
+        assert str(error.value).startswith(message)
+    with pytest.raises(ValueError, match=f"If others have written it: python -m prepare.adopt {theirs}$"):
+        read_dataset(str(theirs), str(tmp_path / "none.json"))
 
 
 def test_a_compressed_folder_is_kept_decompressed_where_the_shards_of_an_address_are(
@@ -278,19 +262,14 @@ def test_a_compressed_folder_is_kept_decompressed_where_the_shards_of_an_address
     before = tree(theirs)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = DataConfig(remote=str(theirs))
-    monkeypatch.chdir(tmp_path)
-    Path("link").symlink_to(theirs)
     assert config.problems(8, {}) == [] and config.local == config.sources[0].local
-    assert config.local == DataConfig(remote="theirs/").local == StreamConfig(remote="link").local
-    assert DataConfig(remote=str(theirs), local="/mine").local == "/mine"
     assert same(epoch(theirs), ours)
     assert f"data.local: not given: the shards of {theirs} are kept in {config.local}" in capsys.readouterr().err
     [cache] = (tmp_path / "cache/easel/datasets").iterdir()
     assert str(cache) == config.local and list(cache.glob("*.mds")) and tree(theirs) == before
     [(where, text)] = DataConfig(local=str(theirs)).problems(8, {})
     assert where == "data.local" and text.startswith(f"{theirs} is compressed, and nothing is written there. ")
-    for folder in (write(tmp_path / "plain", THEIRS), tmp_path, tmp_path / "none"):
-        assert DataConfig(remote=str(folder)).local is None  # it is read in place
+    assert DataConfig(remote=str(write(tmp_path / "plain", THEIRS))).local is None  # it is read in place
 
 
 # --- from a store ---
@@ -307,16 +286,9 @@ def test_many_shards_in_a_store_are_adopted_from_four_of_them(tmp_path, in_store
 
     monkeypatch.setattr(stores.S3Client, "download", counted)
     assert adopt.main([remote]) == 0
-    index = json.loads((folder / "index.json").read_text())["shards"]
-    assert len(index) > 100 and len(asked) == 6 and {"index.json", "dataset.json"} < set(asked)
+    assert len(list(folder.glob("*.zstd"))) > 100 and len(asked) == 6 and {"index.json", "dataset.json"} < set(asked)
     lines = capsys.readouterr().out.splitlines()
-    assert read_dataset(remote).num_samples == 250 and lines[0].endswith("shards; zstd:1; no hashes")
-    fetched = [shard["zip_data"]["bytes"] for shard in index if shard["zip_data"]["basename"] in asked]
-    num_bytes = sum(fetched) + (folder / "index.json").stat().st_size
-    assert lines[-2].startswith(
-        f"{remote}/dataset.json written; {num_bytes:,} bytes of 4 shards and index.json read in "
-    )
-    assert lines[-1] == f"composer benchmark.py data.remote={remote}"
+    assert read_dataset(remote).num_samples == 250 and lines[-1] == f"composer benchmark.py data.remote={remote}"
 
 
 # --- a run, before it starts ---

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from bench import scale, scale_reader
 from mds.dataset import read_dataset
@@ -44,16 +43,6 @@ def test_a_made_up_stage_is_one_with_right_digests_and_few_files_of_its_own(made
     assert made["index_bytes"] == Path(stage.location, "index.json").stat().st_size
 
 
-@pytest.mark.parametrize("part", ["start", "resume"])
-def test_a_start_is_its_parts_and_a_resume_begins_in_the_middle_of_the_epoch(given, part, monkeypatch):
-    begun, plain = [], MomentsDataset.resume
-    monkeypatch.setattr(MomentsDataset, "resume", lambda self, *at: begun.append(at) or plain(self, *at))
-    found = scale_reader.start({**given, "part": part})
-    parts = [found[f"{name}_sec"] for name in ("stream", "first_batch")]
-    assert min(parts) > 0 and found["all_sec"] == pytest.approx(sum(parts)) and found["cpu_sec"] > 0
-    assert begun == ([(0, SHARDS * SAMPLES // 2)] if part == "resume" else [])
-
-
 def test_a_reader_reads_each_shard_once_and_fetches_into_a_full_cache(given, monkeypatch):
     monkeypatch.setattr(scale_reader, "BATCH", 8)
     wanted = []
@@ -81,18 +70,6 @@ def test_ranks_with_loader_processes_are_measured_together(tmp_path, capsys):
     assert [line.split(":")[0] for line in printed[4:]] == ["several ranks"]
 
 
-def test_a_reader_that_fails_leaves_no_record(tmp_path, monkeypatch, capsys):
-    words = ["samples=[1024]", "samples_a_shard=16", "parts=ranks", f"results={tmp_path}/scale.json"]
-    for code, text in (
-        (1, "ended with 1. It printed: no such luck"),
-        (None, "was not over after 1800 s. It printed: no "),
-    ):
-        monkeypatch.setattr(scale.processes, "run", lambda command, limit_sec, code=code: (code, "no such luck\n"))
-        assert scale.main(words) == 1
-        assert capsys.readouterr().err.startswith(f"scale: no record was written. ranks {text}")
-        assert not (tmp_path / "scale.json").exists()
-
-
 def test_impossible_keys_are_named(capsys):
     assert scale.main(["samples=[1500]", "parts=begin,read"]) == 2
     assert sorted(capsys.readouterr().err.splitlines()) == [
@@ -116,7 +93,3 @@ def test_the_table_extrapolates_along_the_line_through_two_large_sizes_far_apart
     assert table.head[3:] == ("400,000,000, by arithmetic",)
     assert table.rows == [("start: all, s", "3.00", "12.00", "42.00")]
     assert tables.table_of_scale(record_of(10_000_000, 20_000_000)).rows == [("start: all, s", "3.00", "4.00")]
-    assert tables.table_of_scale(record_of(100_000_000)).rows == [("start: all, s", "12.00")]
-    committed = tables.table_of_scale(json.loads((ROOT / "reports/results/scale.json").read_text()))
-    further = {name: cell for name, _, _, cell, *_ in committed.rows}  # some rows do not grow with the dataset
-    assert further["fetch into a full cache, ms"] == "-"

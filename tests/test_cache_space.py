@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 import shutil
 import threading
 import tracemalloc
@@ -81,25 +79,6 @@ def test_third_party_files_in_the_cache_are_neither_counted_nor_removed(tmp_path
         assert all(path.is_file() for path in foreign)
         expected = [size if number in (0, 1, 2, 3, 4, 9) else 0 for number, size in enumerate(sizes)]
         assert dataset.cache._folders[0].num_bytes.tolist() == expected and dataset.cache.usage() == limit
-
-
-def test_a_fetch_asks_the_disk_for_no_other_shard(tmp_path, monkeypatch):
-    """It asked for each of the dataset's shards, under a lock of the whole machine: 1.1 s at 100,000 shards."""
-    stage, cache = write_stage(tmp_path / "stage", 60), str(tmp_path / "cache")
-    dataset = BatchDataset(streams=[RetryingStream(remote=str(stage), local=cache)], batch_size=3, cache_limit=1 << 20)
-    asked: set[tuple[str, str]] = set()
-    for name in ("stat", "lstat", "open", "scandir", "listdir"):
-        real = getattr(os, name)
-
-        def record(path, *rest, name=name, real=real, **more):
-            asked.add((name, str(path)))
-            return real(path, *rest, **more)
-
-        monkeypatch.setattr(os, name, record)
-    dataset.cache.prepare_shard(5)
-    names = {match[0] for _, path in asked if (match := re.search(r"shard\.\d+\.mds", path))}
-    assert names == {"shard.00005.mds"} and not {name for name, _ in asked} & {"scandir", "listdir"}
-    dataset.close()
 
 
 def test_a_stream_of_a_hundred_million_samples_takes_little_memory(tmp_path):

@@ -102,24 +102,16 @@ def test_the_captions_are_those_of_plain_pandas_and_of_numpy_alone(num_images):
     assert sorted(drawn) == choose_captions(sixteen, 8, timesteps=False)["id"].tolist()
 
 
-@pytest.mark.parametrize("timesteps", [False, True])
-def test_the_evaluation_reads_the_table_letter_for_letter(tmp_path, timesteps):
-    path, num = tmp_path / "val.tsv", NUM_TAKEN if timesteps else NUM_IMAGES
-    table = choose_captions(annotations(), num, timesteps=timesteps)
-    table.to_csv(path, sep="\t", index=False)
-    rows = by_plain_pandas(annotations(), num)
+def test_the_evaluation_reads_the_table_letter_for_letter(tmp_path):
+    path, rows = tmp_path / "val.tsv", by_plain_pandas(annotations(), NUM_IMAGES)
+    choose_captions(annotations(), NUM_IMAGES, timesteps=False).to_csv(path, sep="\t", index=False)
     assert list(read_prompts(str(path)).prompts) == [Prompt(number, image_id, text) for image_id, number, text in rows]
-    assert path.read_text().startswith("image_id\tid\tcaption" + "\ttimestep" * timesteps + "\n")
-    if timesteps:
-        assert table["timestep"].tolist() == [*range(8)] * 3
-    else:
-        texts = {'A "stop" sign', "tabs\tin it", "twolines", "café \u2028 au lait"}
-        assert {text for *_, text in rows} >= texts
-        plain = pandas.read_csv(path, sep="\t")  # as the reference's loader reads it
-        assert list(plain.itertuples(index=False, name=None)) == rows
-        captions = [{"image_id": n, "id": n, "caption": "a\r b" if n == 2 else "a \r\n"} for n in range(3)]
-        with pytest.raises(ValueError, match="^annotations: the caption with id 2 has a carriage return, which would "):
-            choose_captions(captions, 3, timesteps=False)
+    assert {text for *_, text in rows} >= {'A "stop" sign', "tabs\tin it", "twolines", "café \u2028 au lait"}
+    plain = pandas.read_csv(path, sep="\t")  # as the reference's loader reads it
+    assert list(plain.itertuples(index=False, name=None)) == rows
+    captions = [{"image_id": n, "id": n, "caption": "a\r b" if n == 2 else "a \r\n"} for n in range(3)]
+    with pytest.raises(ValueError, match="^annotations: the caption with id 2 has a carriage return, which would "):
+        choose_captions(captions, 3, timesteps=False)
 
 
 # --- the command ---
@@ -160,20 +152,6 @@ def test_a_folder_of_images_and_a_file_of_captions_make_the_same_as_the_zips(zip
     assert tree(tmp_path / "out") == tree(unbroken)
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({}, ("val2014_30k", "val2014_30k", 30_000, 512)),
-        ({"subset": "flux"}, ("val2014_flux", "val2014_flux", 29_696, 256)),
-        ({"size": 256}, ("val2014_30k", "val2014_30k_256px", 30_000, 256)),
-        ({"subset": "flux", "num_images": 800}, ("val2014_flux_800", "val2014_flux_800", 800, 256)),
-    ],
-)
-def test_the_names_of_the_benchmarks_sets(keys, expected):
-    config = coco.CocoConfig(**keys)
-    assert (config.kind.name, config.images_folder_name, config.kind.num_images, config.kind.size) == expected
-
-
 # --- FLUX.1's ---
 
 
@@ -199,14 +177,6 @@ def test_the_flux_samples_are_tars_of_images_with_their_times(zips, tmp_path, mo
     assert [row["metadata"]["timestep"] for row in rows] == [n % 8 for n in range(NUM_TAKEN)]
     before = tree(folder)
     (folder / "shard_00001.tar").unlink()
-
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tarfile.TarFile, "addfile", stop)
-        coco.main(words(zips, out, "subset=flux"))
-    assert not (folder / "shard_00001.tar").exists()
     assert coco.main(words(zips, out, "subset=flux")) == 0 and tree(folder) == before
 
 
@@ -256,24 +226,16 @@ def test_missing_zips_are_downloaded_and_compared_with_their_sha1(zips, unbroken
     ("content", "message"),
     [
         (b"<html>", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
-        (b"[]", "TypeError: "),
         (b"PK\x03\x04 and no more", ""),
-        (b'{"annotations": []}', "ValueError: there are none"),
         (b'{"annotations": [{"image_id": "1", "id": 1, "caption": "a"}]}', "ValueError: this is no caption: "),
-        (None, "KeyError: "),
     ],
     ids=itertools.count(),
 )
 def test_annotations_that_are_not_cocos_are_refused_by_name(zips, tmp_path, capsys, content, message):
     path = tmp_path / "captions.json"
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("annotations/captions_train2014.json", "{}")
-    if content is not None:
-        path.write_bytes(content)
+    path.write_bytes(content)
     assert coco.main([*words(zips, tmp_path / "out"), f"annotations={path}"]) == 2
-    text = capsys.readouterr().err
-    assert text.startswith(f"annotations: {path} cannot be read: {message}"), text
-    assert content is None or b"PK" in content or text.endswith(", or its captions_val2014.json.\n")
+    assert capsys.readouterr().err.startswith(f"annotations: {path} cannot be read: {message}")
     assert not list((tmp_path / "out").glob("val2014*"))
 
 
@@ -286,16 +248,12 @@ def changed_zip(zips: Path, path: Path, name: str, kind: str) -> None:
                 file.writestr(member.filename, content)
             elif kind == "cut image":
                 file.writestr(member.filename, content[: len(content) // 2])
-    if kind == "truncated":
-        path.write_bytes(path.read_bytes()[:-2000])
 
 
 @pytest.mark.parametrize(
     ("kind", "code", "message", "subset"),
     [
-        ("truncated", 2, "images: {} cannot be read: it is no whole zip: File is not a zip file.", "sd2"),
         ("lacks one", 2, "images: {} lacks 1 of the images: {name}. Give COCO's whole val2014.zip", "flux"),
-        ("cut image", 1, "images: 1 cannot be read: {name} (OSError: image file is truncated", "sd2"),
         ("cut image", 1, "images: 1 cannot be read: {name} (OSError: image file is truncated", "flux"),
     ],
 )
@@ -327,24 +285,10 @@ def test_a_command_that_cannot_start_is_refused(zips, tmp_path, capsys):
     assert refusal("verify=true", f"annotations={captions}").startswith(
         f"images: {zips}/val2014.zip is not COCO's val2014.zip: its sha1 is {digest}, {coco.PUBLISHED_SHA1[0]} is wanted."
     )
-    for more, message in (
-        (
-            ["verify=true"],
-            f"annotations: {zips / 'annotations_trainval2014.zip'} is not COCO's annotations_trainval2014",
-        ),
-        (
-            ["subset=flux", "num_images=12"],
-            "num_images: 12 is not a multiple of the 8 timesteps of subset=flux. Give such",
-        ),
-        (["images=/no.zip"], "images: no file or folder /no.zip. Check the path."),
-        (["b"], "command line: OUT has to be given, and nothing else."),
-        (["num_images=31"], "num_images: 31, but annotations has captions of 30 images. Possible: 1 to 30. "),
-    ):
-        assert refusal(*more).startswith(message)
+    assert "12 is not a multiple of the 8 timesteps" in refusal("subset=flux", "num_images=12")
+    assert "annotations has captions of 30 images" in refusal("num_images=31")
     path = tmp_path / "out" / f"val2014_{NUM_TAKEN}.tsv"
     path.parent.mkdir(exist_ok=True)
     path.write_text("image_id\tid\tcaption\n1\t1\ta\n")
     assert refusal() == f"OUT: {path} exists and is another one. Remove it with its images, or give another OUT.\n"
     assert path.read_text().endswith("1\t1\ta\n")
-    assert coco.main(["s3://bucket/coco"]) == 2
-    assert capsys.readouterr().err.startswith("OUT: s3://bucket/coco is in a store. Possible: a folder.")

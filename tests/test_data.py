@@ -210,24 +210,17 @@ def test_an_address_without_a_folder_gets_a_separate_one(monkeypatch, tmp_path):
 
 
 def test_paths_that_do_not_fit_together_are_refused(stage, tmp_path):
-    link, loop = tmp_path / "link", tmp_path / "loop"
+    link = tmp_path / "link"
     link.symlink_to(stage)
-    loop.symlink_to(loop)
     for fitting in (
-        dict(local=str(stage)),
-        dict(remote=str(stage), local="/nowhere/yet", cache_limit="1gb"),
+        dict(remote=str(stage), local=f"{stage}2", cache_limit="1gb"),
         dict(synthetic=True, remote="nowhere"),
-        dict(remote=str(stage), local=f"{stage}2"),
-        dict(remote=str(stage), local=str(loop)),  # common.files.write_problem refuses it
     ):
         assert problems_of(**fitting) == []
-    inside = f"lies inside of the stage at {stage}"
     for remote, local, more, problem in (
         (None, None, {}, "data.remote: not given. Give a stage's folder or s3:// address, or data.synthetic=true."),
-        ("s3://b/s", "gs://b/c", {}, "data.local: gs://b/c is not a folder on this machine. "),
         (None, stage, {"stage": "moments"}, "data.stage: the config says 'moments', "),
         (stage, link, {}, f"data.local: {link} is data.remote too. "),
-        (stage, link / "a/b", {}, f"data.local: {link}/a/b {inside}"),
         (link, stage.parent, {}, f"data.local: {stage.parent} has the stage at {link} inside"),
         (None, stage, {"cache_limit": "1gb"}, "data.cache_limit: 1gb has no effect on a folder that is read in "),
         (stage, "/x/y", {"cache_limit": "10kb"}, "data.cache_limit: 10kb holds fewer than 4 of the largest shard (3"),

@@ -42,13 +42,6 @@ def rewrite(copy: Path, change: Callable[[Any], Any] = lambda index: None, facts
     (copy / "dataset.json").write_text(json.dumps(own))
 
 
-def test_a_stage_says_what_it_holds(stage):
-    facts = read_dataset(str(stage))
-    assert facts.num_samples == 48 and facts.kind == "images"
-    assert facts.columns == ("caption", "height", "jpg", "key", "metadata", "width")
-    assert 0 < facts.largest_shard_bytes <= 40_000
-
-
 def test_a_path_that_is_not_there(tmp_path):
     path = tmp_path / "nowhere"
     assert message(path) == f"no folder {path}. Check the path, or make the stage: python -m prepare.shards --help"
@@ -91,26 +84,18 @@ def test_a_shard_that_is_missing_or_was_cut_is_found_before_the_run(copy):
 COUNT = "a whole number from 1 to 4,294,967,295."
 ENCODINGS, SIZES = "column_encodings", [8, None, None, None, None, None]
 WRONG = [
-    *(("facts.schema", value, "1, a number.") for value in ("1", True)),
-    ("facts.stage", ["moments"], '"images" or "videos" or "moments".'),
+    ("facts.schema", True, "1, a number."),
     ("facts.encoders", {"vae": 5}, "an object of names and finger"),
-    *(("facts.samples", value, "48, the sum of index.json.") for value in (47, 48.0)),
-    ("index.version", "2", "2, a number."),
-    ("index.shards", "x", "a list."),
+    ("facts.samples", 47, "48, the sum of index.json."),
     ("raw_data", None, "an object of basename, bytes, hashes."),
-    *(("raw_data.basename", name, "") for name in (5, "", "a\0b", "../evil.mds", "/tmp/evil.mds", "a/../../evil.mds")),
-    *(("raw_data.bytes", value, "") for value in ("9", 0)),
+    *(("raw_data.basename", name, "") for name in ("a\0b", "../evil.mds", "/tmp/evil.mds", "a/../../evil.mds")),
     ("raw_data.bytes", 2**32, COUNT),
-    *(("raw_data.hashes", value, "the shard's xxh64, 16 hexa") for value in ({"xxh64": 5}, {"sha1": "00"})),
-    *(("samples", value, COUNT) for value in (-24, 24.0)),
+    ("raw_data.hashes", {"xxh64": 5}, "the shard's xxh64, 16 hexa"),
+    ("samples", -24, COUNT),
     ("samples", 4 * 10**9, "at most "),  # drawing their order would take all memory, long before the shard was read
-    ("format", "json", '"mds".'),
-    *((key, value, "null: uncompressed.") for key, value in (("compression", "zstd"), ("zip_data", {}))),
-    ("hashes", "xxh64", "a list of names."),
-    ("size_limit", "x", "null, or a number of bytes."),
-    *(("column_names", names, "") for names in ([], ["a", "a"])),
-    *((ENCODINGS, value, "one for each of 6 columns.") for value in (["str"], [None] * 6)),
-    *((ENCODINGS, [name] * 6, "enco") for name in ("string", "ndarray:float16:8,x", "pkl:x")),  # code in a pickle
+    ("compression", "zstd", "null: uncompressed."),
+    ("column_names", ["a", "a"], ""),
+    *((ENCODINGS, [name] * 6, "enco") for name in ("ndarray:float16:8,x", "pkl:x")),  # code in a pickle
     ("column_sizes", SIZES, "[null, 8, null, null, null, 8], as these "),
 ]
 
@@ -146,12 +131,6 @@ def test_shards_have_the_same_columns_and_each_is_listed_once(copy):
     rewrite(copy, lambda index: index["shards"].append(index["shards"][0]))
     name = json.loads(index)["shards"][0]["raw_data"]["basename"]
     assert message(copy) == f"{copy}/index.json lists {name} twice. {AGAIN}"
-    (copy / "index.json").write_text(index)
-    rewrite(copy, lambda index: index.update(shards=[5]))
-    assert message(copy).startswith(f"{copy}/index.json: shards[0] is 5. Possible: an object of column_encodings, ")
-    (copy / "index.json").write_text(index)
-    rewrite(copy, lambda index: index.pop("version"))
-    assert message(copy) == f"{copy}/index.json: version is missing. Possible: 2, a number. {AGAIN}"
 
 
 # --- columns that a run reads ---
@@ -163,14 +142,13 @@ def test_a_dataset_without_the_columns_of_a_run_or_with_other_types_is_refused(s
         return column_problem(changed, {"moments": "ndarray:float16:8,4,4", "tokens": "ndarray:uint16:77"})
 
     images, moments = read_dataset(str(stage)), ("moments", "tokens")
-    assert problem(images.columns, *images.encodings) is None
     assert problem(("caption", "key"), "str", "str") == f"{stage} has no column jpg. Make the stage again."
     assert problem(("caption", "jpg", "key"), "str", "jpeg", "str") == (
         f"{stage} has a column jpg of jpeg, this run reads bytes. Make the stage again."
     )
     assert problem(moments, "ndarray:float16:8,4,4", "ndarray:uint16:77", kind="moments") is None
     assert "column tokens of str, " in problem(moments, "ndarray:float16:8,4,4", "str", kind="moments")
-    for encoding in ("ndarray:float16:8,8,8", "ndarray:float32:8,4,4", "ndarray:float16:8,4,40", "ndarray"):
+    for encoding in ("ndarray:float32:8,4,4", "ndarray:float16:8,4,40"):
         text = problem(moments, encoding, "ndarray:uint16:77", kind="moments")
         assert text.startswith(f"{stage} has a column moments of {encoding}, this run reads ndarray:float16:8,4,4. ")
 

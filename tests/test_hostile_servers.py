@@ -15,9 +15,7 @@ import pytest
 from fault_server import serving, web  # noqa: F401
 from hub_server import TOKEN
 
-from common.errors import ConfigError
-from prepare.downloads import read_manifest
-from prepare.http_download import FileToFetch, check_files, fetch_all, is_http_url
+from prepare.http_download import FileToFetch, fetch_all, is_http_url
 from training import loggers
 from weights.hub import fetch_dataset
 
@@ -74,16 +72,11 @@ FAILED = "failed after 1 tries ("
     ("head", "then", "message"),
     [
         (moved(b"http://[::1/x"), None, "HTTP 302 (Found)"),
-        (moved(b"http://127.0.0.1:9/\xff\xfe"), None, FAILED),
-        (moved(b"http://" + b"a" * 70 + b".test/"), None, ""),
         (moved(b"file:///etc/passwd"), None, FAILED),
         (moved(b"/again"), None, "redirects without an end"),
-        (b"HTTP/1.1 302 Found\r\nLocation: /again\r\n\r\n", ENDLESS, "redirects without an end"),
         (OK + b"Content-Length: " + DIGITS + b"\r\n\r\nabc", None, FAILED),
         (b"HTTP/1.1 206 Partial\r\nContent-Range: bytes 0-9/" + DIGITS + b"\r\n\r\n", None, "sends another range or "),
         (CHUNKED + b"-1\r\n", ENDLESS, f"{FAILED}RemoteProtocolError: illegal chunk header"),
-        (CHUNKED, b"1", FAILED),
-        (CHUNKED + b"0\r\n", b"a: b\r\n", FAILED),
         (b"", b"\0", FAILED),
         (b"HTTP/1.1 503 \x1b[31m\r\nRetry-After: " + DIGITS + b"\r\nContent-Length: 0\r\n\r\n", None, FAILED),
     ],
@@ -99,21 +92,10 @@ def test_an_answer_that_is_nonsense_fails_its_file_only(web, tmp_path, head, the
     assert (tmp_path / "good").read_bytes() == CONTENT and not (tmp_path / "bad").exists()
 
 
-def test_an_impossible_name_or_address_is_refused_before_anything_is_fetched(tmp_path):
+def test_an_impossible_address_is_refused_before_anything_is_fetched():
     for url in ("http://[::1/x", "http://host:port/x", "http://host:99999999/x", "http:///x", "http:x", "ftp://h/x"):
         assert not is_http_url(url)
     assert all(map(is_http_url, ("http://h/x", "https://[::1]:80/x", "http://u:p@h/x")))
-    urls = "urls: ['http://h/n']"
-    for files, message in [
-        (f"{{name: n, {urls}}}, {{name: n/m, {urls}}}", "a: n: is a folder of other files too. Leave it out."),
-        ("{name: n, urls: ['http://[::1/n']}", "a: n: its addresses are ['http://[::1/n']. Possible: http:// and "),
-    ]:
-        (tmp_path / "own.yaml").write_text(f"a: {{about: x, folder: f, files: [{files}]}}")
-        with pytest.raises(ConfigError) as error:
-            read_manifest(tmp_path / "own.yaml")
-        assert message in str(error.value)
-    with pytest.raises(ValueError, match="^(%C3%A4)*ä+: is no path inside a folder"):  # 180 letters in .work
-        check_files([FileToFetch("ä" * 31, ("http://h/x",))])
 
 
 # --- another version ---
@@ -130,7 +112,6 @@ def break_off(web, folder: Path, **faults: object) -> FileToFetch:  # noqa: F811
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ({"etag": '"one"'}, {"etag": '"two"'}),
         ({"etag": '"one"'}, {"etag": '"two"', "honours_if_range": False}),
         ({"etag": None, "modified": TIME.format(3)}, {"etag": None, "modified": TIME.format(4)}),
     ],
@@ -148,13 +129,6 @@ def test_a_range_of_another_or_unknown_length_is_not_taken_for_the_end(web, tmp_
     file = break_off(web, tmp_path, etag='"same"')
     web.put("a.bin", CONTENT + b"more", etag='"same"')
     assert fetch_all([file], tmp_path) == {} and (tmp_path / "a.bin").read_bytes() == CONTENT + b"more"
-    part = tmp_path / "to" / ".work"
-    part.mkdir(parents=True)
-    with sending(b'HTTP/1.1 206 x\r\nETag: "a"\r\nContent-Range: bytes 3-5/*\r\nContent-Length: 3\r\n\r\ndef') as url:
-        (part / "a.bin.part").write_bytes(b"abc")
-        (part / "a.bin.version").write_text(f'{url}\n"a"\n')
-        failed = fetch_all([FileToFetch("a.bin", (url,))], tmp_path / "to", tries=1)
-    assert failed["a.bin"].startswith(f"{url}: sends another range or version than bytes=0-")  # of the second request
 
 
 # --- passwords ---

@@ -11,7 +11,7 @@ from fault_server import serving, web  # noqa: F401
 
 from common.errors import Failed, Refused
 from prepare import addresses, http_download
-from prepare.http_download import FileToFetch, check_files, fetch_all
+from prepare.http_download import FileToFetch, fetch_all
 
 CONTENT = random.Random(27).randbytes(300_000)
 OTHER = random.Random(28).randbytes(300_000)
@@ -138,15 +138,12 @@ def test_a_whole_part_that_could_not_be_renamed_is_not_fetched_again(web, tmp_pa
     ("content", "faults", "more", "message"),
     [
         (b"", {"endless": True}, {}, "does not end after 300,000 bytes"),
-        (b"", {"endless": True}, {"bytes": None}, "does not end after 1,000,000 bytes"),
         (b"", {"endless": True}, {"bytes": None, "digest": None}, NO_END),
         (CONTENT + b"-", {}, {}, "has 300,001 bytes, 300,000 are wanted"),
         (CONTENT[1:], {"chunked": True}, {}, "has 299,999 bytes, 300,000 are wanted"),
-        (CONTENT, {"heads": {"Content-Encoding": "gzip"}}, {"digest": None}, NO_END),
         (b"<html><p>Log in", {"kind": "text/html"}, {"bytes": None, "digest": None}, "is a web page, as for a login "),
-        (b" <!-- a -->\n<HTML lang=en>", {}, {"bytes": None, "digest": None}, "is a web page, as for a login or an "),
     ],
-    ids=range(8),
+    ids=range(5),
 )
 def test_a_body_that_is_not_the_file_is_refused(web, tmp_path, content, faults, more, message):  # noqa: F811
     web.put("a.bin", content, **faults)
@@ -182,35 +179,23 @@ def test_dead_and_silent_servers_are_given_up(tmp_path):
 def test_a_disk_without_room_is_reported_before_anything_is_fetched(web, tmp_path, monkeypatch):  # noqa: F811
     free = http_download.shutil.disk_usage(tmp_path)._replace(free=2**28)
     monkeypatch.setattr(http_download.shutil, "disk_usage", lambda path: free)
-    for gib, size, more in ((1, 2**30, {}), (2, None, {"about_bytes": 2**31})):
-        message = f"^to: {tmp_path}: about {gib} GiB are to come, 0.25 GiB are free. Make room there, or give another "
-        with pytest.raises(Refused, match=message):
-            get(tmp_path, one(web.url("a.bin"), bytes=size), **more)
+    message = f"^to: {tmp_path}: about 1 GiB are to come, 0.25 GiB are free. Make room there, or give another "
+    with pytest.raises(Refused, match=message):
+        get(tmp_path, one(web.url("a.bin"), bytes=2**30))
     assert web.asked == []
 
 
 def test_a_token_goes_to_its_own_host_alone(web, tmp_path, monkeypatch):  # noqa: F811
-    def asked(file: FileToFetch) -> list[str | None]:
-        web.asked.clear()
-        assert only(tmp_path / "to", file) is None
-        return [heads.get("authorization") for _, heads in web.asked]
-
+    """More of redirects and ~/.netrc: test_hostile_servers.py."""
     monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password hunter2\n")
-    (tmp_path / "netrc").chmod(0o600)
     web.put("own", CONTENT, token="secret")
     web.put("there", CONTENT)
-    assert asked(one(web.url("own"), token="HF_TOKEN")) == ["Bearer secret"]
-    web.put("moved", token="secret", redirect=web.url("there", "localhost"))
-    assert asked(one(web.url("moved"), "b", token="HF_TOKEN")) == ["Bearer secret", None]
     mirrored = FileToFetch("c", (web.url("none"), web.url("there", "localhost")), len(CONTENT), digest(), "HF_TOKEN")
-    assert asked(mirrored) == ["Bearer secret", None]
-    assert asked(one(web.url("there"), "d")) == [None]  # without a token, none of ~/.netrc either
+    for file in (one(web.url("own"), token="HF_TOKEN"), mirrored):
+        assert only(tmp_path / "to", file) is None
+    assert [heads.get("authorization") for _, heads in web.asked] == ["Bearer secret"] * 2 + [None]
     text = only(tmp_path / "to", one(web.url("own") + "?sig=hunter2", "e"))
     assert text == f"{web.url('own')}: HTTP 403 (Forbidden)"
-    web.put("round", redirect=web.url("round"))
-    assert only(tmp_path, one(web.url("round"), "f")) == f"{web.url('round')}: redirects without an end"
 
 
 # --- the folder ---
@@ -229,20 +214,8 @@ def test_a_file_of_another_size_is_fetched_again_and_its_digest_is_compared_on_r
     assert file.find_fault(tmp_path / "b", read=True) == "missing"
 
 
-@pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "a//b", "", "a\\b", "a\nb", ".work/a", "x" * 181])
+@pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "", "a\\b", ".work/a"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="is no path inside a folder"):
         get(tmp_path / "to", FileToFetch(name, ("http://127.0.0.1:9/a",)))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_every_problem_of_a_list_is_reported_at_once():
-    files = [("a", ()), ("b", ("ftp://x/b",)), ("d", ("http://x/d",), 1, "sha256:12"), ("a", ("http://x/a",))]
-    with pytest.raises(ValueError) as error:
-        check_files([FileToFetch(*file) for file in files])
-    assert str(error.value).splitlines() == [
-        "a: its addresses are []. Possible: http:// and https://.",
-        "b: its addresses are ['ftp://x/b']. Possible: http:// and https://.",
-        "d: its digest is sha256:12. Possible: KIND:DIGITS, with sha256, sha1, sha512, md5.",
-        "a: is wanted twice. Leave one out.",
-    ]
