@@ -19,7 +19,6 @@ LOCK_SUM := $(shell sha256sum $(LOCK) | cut -c1-12)
 STAMP = $(VENV)/.easel-$(LOCK_SUM)
 
 SHAPES := cache/miniature
-ROUNDS ?= 10
 JOBS ?= 1
 TORCHAO := torchao==$(if $(filter newest,$(SET)),0.18.0,0.16.0)# for torch 2.15, for torch 2.10
 TABLES = tables-$(shell sha256sum requirements/tables.lock | cut -c1-12)
@@ -132,7 +131,7 @@ test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's co
 	$(MAKE) --no-print-directory test-tables
 	$(MAKE) --no-print-directory test-cluster ONLY=short
 	$(MAKE) --no-print-directory test-loggers
-	$(MAKE) --no-print-directory test-store ROUNDS=1 ONLY=stopped,corrupted
+	$(MAKE) --no-print-directory test-store ONLY="stopped or flipped"
 	$(MAKE) --no-print-directory test-browser ONLY=short
 	$(MAKE) --no-print-directory test-clouds
 
@@ -164,9 +163,8 @@ test-browser: $(STAMP)  ## the pages in Chromium (Debian: apt-get install chromi
 	test -e $(VENV)/$(BROWSER) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(BROWSER) -r requirements/browser.lock
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(BROWSER) $(PY) -m pytest -q tests/test_browser.py -k "$(ONLY)"
 
-test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's), ROUNDS of each: plain streaming against ours; runs that resume from one
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.store rounds=$(ROUNDS) $(if $(filter 1,$(ROUNDS)),kinds=ours out=none) $(if $(ONLY),only=$(ONLY) extras=none)
-	$(if $(filter-out 1,$(ROUNDS)),CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/store/remote_runs.py)
+test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's) while two ranks read from it; runs that resume from one
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/store/reader_faults.py tests/store/remote_runs.py -k "$(ONLY)"
 
 test-faults: $(STAMP)  ## a fault at each moment of a tiny run, which is started again: reports/results/faults.csv (ONLY=ROW,... for some)
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.faults jobs=$(JOBS) $(if $(ONLY),only=$(ONLY) out=none)

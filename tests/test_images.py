@@ -80,15 +80,6 @@ def test_float_images_are_the_references_to_a_thousandth_of_a_level(width, heigh
     assert (ours - expected).abs().max() * 255 < 0.001
 
 
-def test_a_picture_is_scaled_to_torchvisions_size_whatever_its_own():
-    for width, height in ((w, h) for w in range(1, 1200, 7) for h in range(1, 1200, 11)):
-        short, long = sorted((width, height))
-        ours = covering_size((width, height), (512, 512))
-        landscape, portrait = (int(512 * long / short), 512), (512, int(512 * long / short))
-        assert ours == (landscape if width >= height else portrait)
-        assert all(have >= want for have, want in zip(covering_size((width, height), (96, 64)), (96, 64), strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("source", [(90, 131), (131, 90), (64, 64), (300, 71), (900, 9), (2, 400)])
 def test_a_crop_is_cut_from_what_torchvision_scales_and_a_centred_one_is_the_default(source, dtype):

@@ -71,11 +71,6 @@ def test_a_host_of_this_machine_is_not_asked_however_it_is_written(web, host):  
     assert web.asked == []
 
 
-def test_a_key_lets_them_be_asked(web):  # noqa: F811
-    web.put("a.jpg", b"own")
-    assert get(web.url("a.jpg"), allow_private=True) == get(web.url("a.jpg", "127.1"), allow_private=True) == b"own"
-
-
 @pytest.fixture
 def names(monkeypatch) -> dict[str, list[str]]:
     """Names of hosts, and what each resolves to, the first time and later, or []; 127.0.0.2 and on are public here."""

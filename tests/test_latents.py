@@ -22,7 +22,6 @@ from test_shards import COUNTS, skipped
 from torchvision import transforms
 
 import benchmark
-from common.errors import Failed
 from data import DataConfig
 from families.encoders import ModelConfig
 from families.objectives import ObjectiveConfig
@@ -30,12 +29,10 @@ from families.sd2 import SD2
 from mds.dataset import read_dataset, write_metadata
 from mds.fetch import HASH
 from mds.images import decode_image, resize_and_crop
-from mds.shard_file import read_samples
 from model import build_model
 from preflight.config_checks import expected_metadata
-from prepare import addresses, encoder, latents
+from prepare import latents
 from prepare.shards import COLUMNS
-from training.config import RunConfig
 
 KEYS = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_size=5"]
 SIZE = (64, 64)
@@ -107,10 +104,7 @@ def test_the_metadata_names_the_encoders_and_the_source(stage, unbroken, referen
     expected = {"stage": "moments", "made_by": "prepare.latents", "family": "sd2", "preset": "tiny", "variant": "stock"}
     expected |= {"image_size": [64, 64], "normalize": "symmetric", "resize": "bicubic, uint8", "precision": "fp32"}
     expected |= {"source": {"index_sha256": read_dataset(str(stage)).index_sha256, "samples": 48}, "counts": COUNTS}
-    expected |= {"encoders": reference.encoders.fingerprints, "store_text": False}
-    assert expected.items() <= metadata.items() and set(metadata["encoders"]) == {"vae", "text"}
-    assert read_dataset(str(unbroken)).kind == "moments" and read_dataset(str(unbroken)).num_samples == 48
-    assert str(stage) not in "".join(content.decode(errors="ignore") for content in tree(unbroken).values())
+    assert (expected | {"encoders": reference.encoders.fingerprints, "store_text": False}).items() <= metadata.items()
 
 
 def test_text_states_are_stored_where_asked_for(stage, tmp_path, reference):
@@ -227,60 +221,22 @@ def test_a_damaged_shard_stops_the_command_with_both_digests(stage, unbroken, tm
     assert latents.main([str(source), str(tmp_path / "out"), *KEYS]) == 0 and tree(tmp_path / "out") == tree(unbroken)
 
 
-def test_a_transfer_that_fails_once_is_repeated_and_a_missing_shard_is_named(stage, tmp_path):
-    class Shaky(addresses.Folder):
-        reads = 0
-
-        def fetch(self, name, folder):
-            self.reads += 1
-            file = folder / "copy.mds"
-            file.write_bytes((self.path / name).read_bytes()[self.reads == 1 :])
-            return file
-
-    entry = json.loads((stage / "index.json").read_text())["shards"][0]
-    shard = encoder.open_shard(Shaky(str(stage)), entry, tmp_path)
-    assert len(list(read_samples(shard))) == shard.samples == entry["samples"]
-    with pytest.raises(Failed, match=f"^IN: {tmp_path}/part-00000/shard.00000.mds cannot be read: .*No such file"):
-        encoder.open_shard(addresses.Folder(str(tmp_path)), entry, tmp_path)
-
-
-def test_a_run_expects_the_columns_that_are_written(unbroken):
-    tiny = RunConfig(model=ModelConfig(preset="tiny", weights="random"), image_size=64)
-    section = DataConfig(stage="moments", local=str(unbroken))
-    assert section.problems(8, *expected_metadata(tiny.model, tiny.data, tiny.size)) == []
-    _, encodings = expected_metadata(tiny.model, tiny.data, (128, 128))
-    [(key, text)] = section.problems(8, {}, lambda size: encodings((128, 128)))
-    assert key == "data.local" and text.startswith(f"{unbroken} has a column moments of ")
-
-
-def test_moments_of_another_resize_than_the_runs_are_refused(unbroken, tmp_path):
-    """Third-party moments, which do not name their resize, are accepted."""
-    folder = shutil.copytree(unbroken, tmp_path / "moments")
-    metadata = json.loads((folder / "dataset.json").read_text())
-
-    def problems(of_run: str, **changes: str) -> list[tuple[str, str]]:
-        (folder / "dataset.json").write_text(json.dumps({**metadata, **changes}))
-        section = DataConfig(stage="moments", local=str(folder))
-        model = ModelConfig(preset="tiny", variant=of_run, weights="random")
+def test_moments_of_another_resize_than_the_runs_are_refused(unbroken):
+    def problems(variant: str) -> list[tuple[str, str]]:
+        section = DataConfig(stage="moments", local=str(unbroken))
+        model = ModelConfig(preset="tiny", variant=variant, weights="random")
         return section.problems(8, *expected_metadata(model, DataConfig(), (64, 64)))
 
-    theirs = dict(variant="mlperf", resize="bicubic, float32")
-    assert problems("stock") == problems("mlperf", **theirs) == []
-    [(key, text)] = problems("stock", **theirs)
-    assert key == "model.variant" and text.startswith("its images are resized by 'bicubic, uint8', but the moments at")
-    assert problems("mlperf")[0][1].endswith("with this variant, or use theirs: model.variant=stock.")
-    del metadata["resize"]
-    assert problems("mlperf") == []
+    assert problems("stock") == []
+    [(key, text)] = problems("mlperf")
+    assert key == "model.variant" and text.endswith("with this variant, or use theirs: model.variant=stock.")
 
 
 @pytest.mark.parametrize(
     ("words", "messages"),
     [
         ("{in}", "command line: IN and OUT have to be given. python -m prepare.latents --help says more."),
-        ("{in} {tmp}/out batch_size=0", "command line: batch_size is 0. Possible: 1 to 65,536 or null.\n"),
-        ("{tmp}/none {tmp}/out", "IN: no folder {tmp}/none. Check the path, or make the stage: "),
         ("{moments} {tmp}/out", "IN: {moments} is a stage of moments. Possible: a stage of images "),
-        ("{empty} {tmp}/out", "IN: {empty}/index.json lists no sample. "),
         ("{wordless} {tmp}/out", "IN: {wordless} has no column caption. "),
         ("{in} {in}", "OUT: {in} lies in {in}, which is only read. "),
         ("{in} {moments} flip=true", "OUT: {moments} holds the finished work of another command: flip was null, "),
@@ -293,11 +249,10 @@ def test_moments_of_another_resize_than_the_runs_are_refused(unbroken, tmp_path)
             "{in} {tmp}/out model.weights=null",
             "model.weights: not given. Real data need encoders, and the preset tiny ",
         ),
-        ("{in} {tmp}/out model.weights=sd2.ckpt", "model.weights: sd2.ckpt: there is no such file or folder. "),
     ],
 )
 def test_latents_says_what_it_cannot_do(stage, unbroken, tmp_path, capsys, words, messages):
-    folders = {"in": stage, "moments": unbroken, "tmp": tmp_path, "empty": images_of([], tmp_path / "empty")}
+    folders = {"in": stage, "moments": unbroken, "tmp": tmp_path}
     folders["wordless"] = images_of([{"jpg": b""}], tmp_path / "wordless", {"jpg": "bytes", "key": "str"})
     places, keys = words.format(**folders).split()[:2], words.split()[2:]
     assert latents.main([*places, *KEYS, *keys]) == 2

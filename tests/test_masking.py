@@ -21,12 +21,11 @@ from urllib.parse import urlsplit
 import paramiko
 import pytest
 import torch
-from conftest import TINY_RUN, run
+from conftest import run
 from PIL import Image
 from test_config import Outer, problems, read
 from test_log import COMMANDS
 
-import benchmark
 from callbacks.sample_grid import write_grid
 from checkpointing.content import identity_problems
 from common import masking
@@ -35,7 +34,6 @@ from common.errors import ConfigError
 from common.masking import mask_secrets, password_of, without_secrets
 from config import load, to_yaml
 from mds.stores import build_client
-from prepare import look
 from run_folder.files import keep_keys, read_config
 
 SECRETS = {"password": "hunter2pw/+x", "token": "q8f3token77", "variable": "blueheron4711"}
@@ -79,12 +77,10 @@ def found_under(folder: Path) -> list[str]:
 
 ADDRESSES = """
 sftp://user:p@w@host:22/x               sftp://user:***@host:22/x
-sftp://user:p/w#+?@host/x               sftp://user:***@host/x
 s3://AKIA:a/b+c@bucket/p                s3://AKIA:***@bucket/p
 s3://bucket/p?X-Amz-Signature=1&x=2     s3://bucket/p?***
 https://token@host/x#access_token=b     https://***@host/x#***
 http://user:pw@proxy:8080               http://***@proxy:8080
-http://[::1]:9000/a@b                   http://[::1]:9000/a@b
 oci://bucket@namespace/p                oci://bucket@namespace/p
 sftp://u:${oc.decode:${oc.env:PW}}@host/x   sftp://u:${oc.decode:${oc.env:PW}}@host/x
 (https://h/p?x=y),                      (https://h/p?***),
@@ -97,14 +93,6 @@ def test_what_is_secret_in_an_address_is_masked_and_nothing_else():
         assert mask_secrets(f"see {address} or 's3://b/h'") == f"see {masked} or 's3://b/h'"
         assert mask_secrets(masked) == masked
     assert mask_secrets("sftp://user:plain@${oc.env:HOST,a b}/x") == "sftp://user:***@${oc.env:HOST,a b}/x"
-
-
-def test_a_password_is_taken_out_of_an_address_and_given_to_its_client_alone():
-    for user, password in (("one", "pw1"), ("two", "pw2")):
-        assert without_secrets(f"sftp://{user}:{password}@host:2222/x") == f"sftp://{user}:***@host:2222/x"
-    assert without_secrets("sftp://one:***@host:2222/y") == "sftp://one:***@host:2222/y"
-    passwords = [password_of(urlsplit(f"sftp://{start}@host:2222/x")) for start in ("one:***", "two:***", "a:b", "a")]
-    assert passwords == ["pw1", "pw2", "b", None]
 
 
 @pytest.mark.parametrize("key", ["text", "batch", "no_such_key", ""])
@@ -151,18 +139,15 @@ def test_a_value_behind_a_variable_is_used_and_its_text_is_written(tmp_path, mon
 ENV = "${oc.env:EASEL_A}"
 WITHOUT_VALUE = [
     (f"batch={ENV}", f"batch is '{ENV}', which stands for something else. Possible: an integer."),
-    (f"optimizer.betas=['{ENV}',1]", f"optimizer.betas is ['{ENV}', 1], which stands for "),
     ("text=${text}", "text: '${text}' has no value: circular interpolation. Write "),
     ("text=${oc.env:EASEL_UNSET}", "text: '${oc.env:EASEL_UNSET}' has no value: Environment variable "),
     ("text=${optimizer}", "text: '${optimizer}' stands for a section or another `${...}`. "),
-    ("text=${oc.env:EASEL_LOOP}", "text: '${oc.env:EASEL_LOOP}' stands for a section or another `${...}`. "),
     ("text='${oc.env:'", "'text='${oc.env:'' has a '${' that cannot be read. "),
 ]
 
 
 def test_a_variable_without_a_fitting_value_is_refused_unseen(monkeypatch, tmp_path):
     monkeypatch.setenv("EASEL_A", SECRETS["variable"])
-    monkeypatch.setenv("EASEL_LOOP", ENV)
     for word, problem in WITHOUT_VALUE:
         [text] = problems(word)
         assert text.startswith(f"command line: {problem}") and SECRETS["variable"] not in text
@@ -326,17 +311,3 @@ def test_a_whole_run_that_is_resumed_holds_no_secret_and_prints_none(miniature, 
     assert f"  remote: {displayed}\n" in (runs / "one/config.yaml").read_text()
     later = (runs / "one/overrides.yaml").read_text()
     assert f"  remote: {displayed.replace('***', f'${{oc.env:{VARIABLE}_PW}}')}\n" in later
-
-
-@pytest.mark.parametrize("address", ["s3://AKIA:{password}@easel/x", "https://{token}@host/x?{password}"])
-def test_a_secret_in_an_address_that_cannot_be_asked_is_in_no_message(capsys, tmp_path, address):
-    remote = address.format(**SECRETS)
-    words = [f"data.remote={remote}", f"data.local={tmp_path}/c", "run_name=a", f"run_folder={tmp_path}/runs"]
-    for main, arguments, key in (
-        (benchmark.main, [*TINY_RUN, *words, "model.weights=random"], "data.remote: "),
-        (look.main, [remote, str(tmp_path / "look.png")], "REMOTE: "),
-    ):
-        assert main(arguments) == 2
-        output = capsys.readouterr().err
-        assert key in output and found_in(output.encode(), output) == []
-    assert not (tmp_path / "runs/a").exists()

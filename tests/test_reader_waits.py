@@ -68,14 +68,6 @@ def test_an_error_of_the_reader_is_raised_as_it_is():
         wait_for_batch(iter(DataLoader(Broken(), num_workers=1, timeout=1)), lambda: (0, 0), 60, nothing)
 
 
-def test_a_look_is_taken_before_a_wait_counts_as_one_for_nothing(batches):
-    def walk() -> tuple[int, float]:
-        time.sleep(0.1)  # the next one is a second later
-        return 1, time.monotonic()
-
-    assert [wait_for_batch(batches, walk, 0.4, nothing) for _ in range(3)] == [0, 1, 2]
-
-
 @pytest.mark.timeout(30, func_only=True)
 @pytest.mark.parametrize("workers", [1, 0])
 def test_a_signal_ends_a_wait(batches, workers):

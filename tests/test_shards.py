@@ -219,14 +219,11 @@ class Bomb:
 def test_moments_that_cannot_be_used_say_why(tmp_path):
     spoilt = moments(1)
     spoilt[0, 3, 2, 1] = 1e6
-    lie, cut = npy(moments(2)).replace(b"(1, 8, 8, 8)", b"(1, 8, 9, 9)"), npy(moments(0))[:-5]
     cases = {
         "good": (npy(moments(0)), None),
         "shape": (npy(moments(0, side=16)), "moments of another shape than (1, 8, 8, 8)"),
-        "lie": (lie, "moments are no whole .npy array"),
-        "double": (npy(moments(0).astype("f8")), "moments are not float32"),
         "large": (npy(spoilt), "moments are not finite in float16"),
-        "cut": (cut, "moments are no whole .npy array"),
+        "cut": (npy(moments(0))[:-5], "moments are no whole .npy array"),
         "pickled": (npy(np.array([Bomb()], object), allow_pickle=True), "moments are no whole .npy array"),
     }
     samples = {name: {"npy": content, "txt": b"x"} for name, (content, _) in cases.items()}
@@ -239,30 +236,21 @@ def test_moments_that_cannot_be_used_say_why(tmp_path):
 
 
 def test_the_first_sample_decides_between_images_and_moments(tmp_path):
-    stray = {"npy": npy(moments(0)), "txt": b"x"}
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "0.tar").write_bytes(b"no tar")
+    stray = {"npy": npy(moments(0)), "txt": b"x"}
     write_tar(tmp_path / "in" / "1.tar", {"words": {"txt": b"x"}, "a": sample_files(1), "b": stray})
     assert shards.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 1
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["stage"] == "images"
     assert ("1.tar", "b", "missing image") in skipped(tmp_path / "out" / "skipped.jsonl")
-    whole = sources.TarSource(write_tar(tmp_path / "m.tar", {"cut": {"npy": b"?"}, "a": stray}))
-    assert shards.inspect_first_samples([whole], tmp_path)[:2] == ("moments", (64, 64))
-    broken = sources.TarSource(write_tar(tmp_path / "n.tar", {"cut": {"npy": b"?"}}))
-    assert shards.inspect_first_samples([broken], tmp_path)[:2] == ("moments", (512, 512))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{tmp}/in"], "command line: SOURCE... and OUT have to be given. python -m prepare.shards --help says more."),
         (["{tmp}/empty", "{tmp}/out"], "{tmp}/empty: holds neither tars nor images nor tables. "),
         (["{tmp}/in.tar", "{tmp}/full"], "OUT: {tmp}/full exists and is not empty. Give a new folder, or remove it."),
-        (["{tmp}/in.tar", "ftp://b/o"], "OUT: ftp://b/o is in no known store. Possible: a folder, alipan://, gs://, "),
-        (["{tmp}/in.tar", "s3:b/o"], "OUT: s3:b/o names no bucket. "),
         (["{tmp}/in.tar", "/proc/out"], "OUT: /proc/out cannot be written: /proc: No such file or directory. "),
-        (["{tmp}/in.tar", "{tmp}/in.tar"], "OUT: {tmp}/in.tar is a file. "),
-        (["{tmp}/in.tar", "{tmp}/link"], "OUT: {tmp}/link is a link to nothing. "),
         (["{tmp}/tars", "{tmp}/tars/out"], "OUT: {tmp}/tars/out lies in {tmp}/tars, which is only read. "),
         (
             ["{tmp}/none", "{tmp}/out", "shard_size=99tb", "wokers=2"],
@@ -273,35 +261,11 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
 )
 def test_shards_says_what_it_cannot_do(tmp_path, capsys, words, message):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for tar in ("in.tar", "tars/0.tar", "full/0.tar"):
         write_tar(tmp_path / tar, {"a": sample_files(0)})
     assert shards.main([word.format(tmp=tmp_path) for word in words]) == 2
     assert capsys.readouterr().err.startswith(message.format(tmp=tmp_path))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_tar_that_lies_about_sizes_costs_itself_and_no_memory(tmp_path, monkeypatch):
-    folder, zeros = tmp_path / "in", tarfile.TarInfo("c.jpg")
-    write_tar(folder / "0.tar", {"good": sample_files(1)})
-    for number, size in ((1, "200000000000"), (2, "abc")):
-        with tarfile.open(folder / f"{number}.tar", "w", format=tarfile.PAX_FORMAT) as tar:
-            member = tarfile.TarInfo("a.jpg")
-            member.size, member.pax_headers = 5, {"GNU.sparse.size": size, "GNU.sparse.map": "0,5"}
-            tar.addfile(member, io.BytesIO(b"12345"))
-    monkeypatch.setattr("prepare.sources.MAX_MEMBER_BYTES", 2**22)
-    zeros.size = 5_000_000
-    with tarfile.open(folder / "3.tar", "w:gz") as tar, open("/dev/zero", "rb") as file:  # 5 MB of zeros in 5 kB
-        tar.addfile(zeros, file)
-    assert shards.main([str(folder), str(tmp_path / "out"), "workers=1"]) == 1
-    assert [row["key"] for row in rows(tmp_path / "out")] == ["good"]
-    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
-        ("1.tar", "a.jpg", "is a sparse file"),
-        ("1.tar", None, "has no sample"),
-        ("2.tar", None, "cannot be read to its end"),
-        ("3.tar", "c.jpg", "has more than 4 MiB"),
-        ("3.tar", None, "has no sample"),
-    ]
 
 
 def test_a_disk_that_fails_once_does_not_become_a_finished_part(tmp_path, capsys, monkeypatch):

@@ -21,7 +21,7 @@ import pytest
 from conftest import run, started
 from test_cache_space import COLUMNS, bytes_of_shards, write_stage
 
-from mds.cache import LOCAL, REMOTE, CacheFolder
+from mds.cache import CacheFolder
 from mds.fetch import RetryingStream, StreamFailure
 from mds.moments import MomentsDataset
 
@@ -270,53 +270,6 @@ def test_a_shard_whose_fetcher_was_killed_is_fetched_by_another_run(home, begin)
     shards = shards_of(home / "stage")
     assert shards_of(home / "cache") == shards
     assert CacheFolder(home / "cache", len(shards)).num_bytes.tolist() == list(map(len, shards.values()))
-
-
-# --- ranks of one job ---
-
-# Writes the states after rank 0 has fetched a shard, and what this rank has fetched and read.
-RANK = """
-import json, sys, torch.distributed as dist
-from mds.fetch import RetryingStream
-from mds.moments import MomentsDataset
-
-remote, local, out = sys.argv[1:]
-dist.init_process_group("gloo")
-rank, fetched, download = dist.get_rank(), [], RetryingStream._download_file
-RetryingStream._download_file = lambda self, name: fetched.append(name) or download(self, name)
-columns = [{"moments": ((4,), "float16", "float16")}]
-stream = RetryingStream(remote=remote, local=local)
-dataset = MomentsDataset(columns=columns, streams=[stream], batch_size=3, num_canonical_nodes=1, shuffle=True, shuffle_seed=3)
-if rank == 0:
-    dataset.cache.prepare_shard(7)
-dist.barrier()
-states = dataset.cache.states.tolist()
-dist.barrier()
-dataset.cache.prepare_shard(7)
-samples = [batch["moments"][:, 0].int().tolist() for batch in dataset]
-with open(f"{out}/{rank}", "w") as file:
-    json.dump([states, fetched, samples], file)
-dist.barrier()
-dataset.close()
-"""
-
-
-@pytest.mark.timeout(240, func_only=True)
-def test_two_ranks_of_a_machine_share_states(home):
-    (home / "out").mkdir()
-    (home / "rank.py").write_text(RANK)
-    names = list(shards_of(home / "stage"))
-    order = sum(samples_of(home / "stage", shuffle=True)[: SAMPLES // BATCH], [])
-    folders = [str(home / name) for name in ("stage", "cache", "out")]
-    done = run("composer", "-n", "2", str(home / "rank.py"), *folders, TMPDIR=str(home / "temporary"))
-    assert done.returncode == 0, done.stderr
-    results = [json.loads((home / "out" / rank).read_text()) for rank in "01"]
-    states, fetched, samples = zip(*results, strict=True)
-    assert states[0] == states[1] == [LOCAL if number == 7 else REMOTE for number in range(len(names))]
-    assert fetched[0][:2] == ["index.json", names[7]] and "index.json" not in fetched[1]
-    assert sorted(fetched[0][1:] + fetched[1]) == names
-    assert [sum(of_rank, []) for of_rank in samples] == [order[0::2], order[1::2]]
-    assert list((home / "temporary").iterdir()) == []
 
 
 TWO_LOCKS = """

@@ -15,7 +15,7 @@ from conftest import picture, sample_files, tree, write_tar
 from test_shards import SIZES, rows, skipped
 
 from prepare import addresses, shards, sources, tables
-from prepare.samples import RequestedFields, Sample, TableRow, choose_fields
+from prepare.samples import RequestedFields, TableRow, choose_fields
 
 
 def write_pictures(folder: Path, count: int) -> list[str]:
@@ -83,14 +83,6 @@ def test_a_caption_may_be_a_field_of_the_json_and_several_are_all_kept(tmp_path)
     ]
 
 
-def test_img2datasets_txt_is_used_and_not_the_caption_of_its_json(tmp_path, capsys):
-    metadata = json.dumps({"caption": "from the json"}).encode()
-    samples = {"a": {"jpg": picture(0), "json": metadata}, "b": {"jpg": picture(1), "txt": b"b", "json": metadata}}
-    assert make(write_tar(tmp_path / "in.tar", samples), tmp_path / "out") == 0
-    assert [row["caption"] for row in rows(tmp_path / "out")] == ["b"]
-    assert "taken" not in facts(tmp_path / "out") and "taken:" not in capsys.readouterr().out
-
-
 # --- CSV files and JSON lines ---
 
 
@@ -116,7 +108,7 @@ def test_the_delimiter_of_a_csv_file_is_that_of_its_first_line(tmp_path):
         assert [row["caption"] for row in rows(tmp_path / f"{name}-out")] == ['a, b; c "d"\ne']
 
 
-def test_a_table_is_cut_into_parts_of_so_many_rows_at_the_ends_of_records(tmp_path, monkeypatch, capsys):
+def test_a_table_is_cut_into_parts_of_so_many_rows_at_the_ends_of_records(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "ROWS_PER_PART", 3)
     paths, table = write_pictures(tmp_path, 8), tmp_path / "t.csv"
     write_csv(table, ["image", "caption", "id"], [[path, f"line one\nof {n}", n] for n, path in enumerate(paths)])
@@ -129,9 +121,6 @@ def test_a_table_is_cut_into_parts_of_so_many_rows_at_the_ends_of_records(tmp_pa
     assert written == [(f"{n}", f"line one\nof {n}") for n in range(8)]
     assert shards.main([str(table), str(tmp_path / "two"), "workers=2"]) == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "two")
-    table.write_text(table.read_text() + "img/0.jpg,x,8\nimg/0.jpg,x,9\n")
-    assert make(table, tmp_path / "out") == 2
-    assert "holds the finished work of another command: it had 3 parts, now 4." in capsys.readouterr().err
 
 
 def test_broken_rows_are_skipped_with_their_reason_and_the_rest_is_written(tmp_path):
@@ -217,46 +206,31 @@ def test_several_captions_of_a_row_are_kept_where_they_are_a_list_or_are_asked_f
         (
             "t.csv",
             b"picture,words\nimg/0.jpg,a\n",
-            "image=pictures caption=words,more key=number",
-            "image: t.csv has no pictures. It has picture, words.\ncaption: t.csv has no more. It has picture, words.\nkey: ",
+            "image=pictures",
+            "image: t.csv has no pictures. It has picture, words.",
         ),
         ("t.csv", "image,Ü\nimg/0.jpg,a\n".encode("latin-1"), "", "SOURCE: {tmp}/t.csv is not UTF-8 in its first "),
-        ("t.csv", b"image,text,text\n", "", "SOURCE: {tmp}/t.csv has two columns text. "),
-        ("t.csv", b"image,caption\rimg/0.jpg,one\r", "", "SOURCE: {tmp}/t.csv cannot be read in its first line"),
         ("t.json", b"[\n" + ROW + b"]", "", "SOURCE: {tmp}/t.json is one JSON array. Possible: JSON lines, an object "),
         ("t.jsonl", b'{"image": "http://example.invalid/a.jpg", "text": "a"}\n', "", "image: t.jsonl holds URLs, and "),
         ("t.jsonl", ROW, "min_similarity=0.2", "min_similarity: no similarity or clip_similarity_vitl14 or "),
-        ("t.jsonl", ROW, "similarity=score", "similarity: has no use without min_similarity. "),
-        ("t.jsonl", ROW, "split=train", "split: no SOURCE is a Hugging Face data set, or a folder of one. "),
-        ("t.npy.tar", None, "min_side_px=3", "t.npy.tar: holds moments, for which there are no filters and no other "),
-        ("train.csv", ROW, "folder", "SOURCE: {tmp} holds several splits, by the names of its files: test, train. "),
     ],
 )
 def test_a_table_that_cannot_be_read_as_it_is_asked_for_is_refused(tmp_path, capsys, name, content, words, message):
-    folder = tmp_path / "in"
-    source = write_tar(folder / name, {"a": {"npy": b"x", "txt": b"x"}})
-    if content is not None:
-        source.write_bytes(content)
-    if words == "folder":
-        (folder / "test.csv").touch()
-        source, words = folder, ""
-    assert make(source, tmp_path / "out", *words.split()) == 2
-    assert capsys.readouterr().err.startswith(message.format(tmp=folder))
+    (tmp_path / name).write_bytes(content)
+    assert make(tmp_path / name, tmp_path / "out", *words.split()) == 2
+    assert capsys.readouterr().err.startswith(message.format(tmp=tmp_path))
     assert not (tmp_path / "out").exists()
 
 
 def test_the_first_of_the_usual_names_is_taken_in_any_case():
-    def taken(*names: str, **asked: Any) -> tuple[str, tuple[str, ...], str | None]:
-        fields = choose_fields([TableRow("", dict.fromkeys(names, "x"))], RequestedFields(**asked), "t")
-        return fields.image, fields.captions, fields.key
-
-    assert taken("TEXT", "Image", "id", "url") == ("Image", ("TEXT",), "id")
-    assert taken("prompt", "text", "path", "jpg") == ("jpg", ("text",), None)
-    assert taken("a", "b", "text", image="a", captions=("b",), key="text") == ("a", ("b",), "text")
+    for names, expected in (
+        ("TEXT Image id url", ("Image", "TEXT", "id")),
+        ("prompt text path jpg", ("jpg", "text", None)),
+    ):
+        fields = choose_fields([TableRow("", dict.fromkeys(names.split(), "x"))], RequestedFields(), "t")
+        assert (fields.image, *fields.captions, fields.key) == expected
     row = TableRow("", {"image": "x", "metadata": {"prompt": "y"}})
     assert choose_fields([row], RequestedFields(), "t").captions == ("metadata:prompt",)
-    of_tar = Sample("", {"image": b"x", "json": b'{"top_caption": "y"}'})
-    assert choose_fields([of_tar], RequestedFields(image="jpg"), "t").captions == ("json:top_caption",)
 
 
 # --- what is left out ---
@@ -287,8 +261,6 @@ def test_size_aspect_and_similarity_leave_samples_out_which_are_counted_by_reaso
     assert facts(out)["filters"] == {"min_side_px": 64, "max_aspect": 2.0, "min_similarity": 0.3}
     assert [entry[1] for entry in skipped(out / "skipped.jsonl")] == ["broken"]
     assert "left out 6 (aspect above 2: 2, " in capsys.readouterr().out
-    assert make(tmp_path / "in.tar", out, "min_side_px=65", *keys[1:]) == 2
-    assert "filters.min_side_px was 64, is 65" in capsys.readouterr().err
 
 
 # --- in a store ---
@@ -340,12 +312,9 @@ def test_an_address_with_nothing_to_read_is_refused_with_the_choices(bucket, tmp
         address: f"{address}: holds neither tars nor tables. Possible: s3://BUCKET/FILE or a prefix with tars, ",
         f"{address}/none": f"SOURCE: {address}/none: nothing lies there; bucket 'easel' is there. Check the address.",
         "s3://none-such/x": "SOURCE: s3://none-such/x cannot be read: there is no bucket 'none-such' at ",
-        "gs://bucket/x": "SOURCE: gs://bucket/x is in no store that is read here. Possible: a folder, a file, s3://.",
     }.items():
         assert make(source, tmp_path / "out") == 2
         assert capsys.readouterr().err.startswith(message)
-    assert make(address, f"{address}/out") == 2
-    assert f"OUT: {address}/out lies in {address}, which is only read." in capsys.readouterr().err
 
 
 def test_a_store_that_goes_away_is_waited_for_and_no_part_is_made_without_it(bucket, tmp_path, capsys, monkeypatch):

@@ -20,13 +20,10 @@ ADDRESSES = [
     ("s3://", f"s3:// names no bucket. {S3}."),
     ("s3://AKIA:hunter2@bucket/p", "s3://AKIA:***@bucket/p has credentials in it. "),
     ("sftp://nobody:***@host/x", "sftp://nobody:***@host/x is an address as a record shows it, without its password."),
-    ("s3://easel/ha#sh", f"s3://easel/ha#sh has a '#', and what follows it would be left out. {S3}."),
     ("s3://easel/mom?token=hunter2", f"s3://easel/mom?*** has a '?', and what follows it would be left out. {S3}."),
-    ("s3://host:9000/mom", "s3://host:9000/mom names no bucket that can be. "),
     ("s3://[easel/mom", f"s3://[easel/mom names no bucket. {S3}."),
-    *((address, f"{address!r} has a blank at an end, or a ") for address in ("s3://easel/mom ", "s3://easel/m\nom")),
+    ("s3://easel/m\nom", "'s3://easel/m\\nom' has a blank at an end, or a "),
     ("hf://b/x", "hf://b/x names no dataset of a hub. Write hf://datasets/OWNER/NAME/FOLDER."),
-    ("gs:///mom", "gs:///mom names no bucket. Write gs://BUCKET/PREFIX."),
     ("sftp:///mom", "sftp:///mom names no host. Write sftp://USER@HOST/FOLDER."),
 ]
 
@@ -66,16 +63,10 @@ def test_an_impossible_server_is_named_with_its_variable(monkeypatch, name):
         text = f"s3://easel/mom cannot be read: {name}={endpoint} is no address. {may}"
         assert address_problem("s3://easel/mom") == text
         assert explain_store_error(ValueError("Invalid IPv6 URL"), "s3://easel/mom") == text
-    assert address_problem("gs://easel/mom") is None and address_problem("mom") is None
-
-
-def test_a_server_that_can_be_is_let_through_and_a_password_is_not_shown(monkeypatch):
-    for endpoint in ("", "http://127.0.0.1:9000", "https://s3.example.org", "http://[::1]:9000", "https://h/path"):
-        monkeypatch.setenv("S3_ENDPOINT_URL", endpoint)
+    for endpoint in ("", "http://127.0.0.1:9000", "http://[::1]:9000", "https://h/path"):
+        monkeypatch.setenv(name, endpoint)
         assert address_problem("s3://easel/mom") is None
-    monkeypatch.setenv("S3_ENDPOINT_URL", "http://me:secret@host:99999")
-    assert "S3_ENDPOINT_URL=http://host:99999 is no address" in address_problem("s3://easel/mom")
-    monkeypatch.setenv("S3_ENDPOINT_URL", "me:secret@host:9000")
+    monkeypatch.setenv(name, "me:secret@host:9000")
     assert "secret" not in address_problem("s3://easel/mom")
 
 

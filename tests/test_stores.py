@@ -130,17 +130,6 @@ def test_a_server_that_falls_silent_is_left_after_the_limit(sftp, tmp_path, monk
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["0", "3"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(200, func_only=True)
-def test_a_session_that_never_begins_is_left_after_the_limit(tmp_path, monkeypatch):
-    """By itself paramiko asks for a session, and for the version of its server, without a limit."""
-    with served(tmp_path, monkeypatch, serve="sleep 60") as address:
-        client = build_client(address)
-        with pytest.raises((EOFError, OSError, SSHException)):
-            client.download(f"{address}{tmp_path}/sshd.conf", str(tmp_path / "copy"), 5.0)
-        client.clean_up()
-
-
 # --- forked workers ---
 
 EMPTY = (

@@ -70,20 +70,6 @@ def test_times_that_a_files_clock_has_rounded_lose_no_frame(rate):
         assert numbers_at(data, times) == list(range(100))
 
 
-def test_what_lies_before_the_last_key_frame_is_not_decoded(monkeypatch):
-    data, decoded, frames = film(200, gop=20), [], videos._Video.frames
-
-    def counted(self):
-        for frame in frames(self):
-            decoded.append(frame.pts)
-            yield frame
-
-    monkeypatch.setattr(videos._Video, "frames", counted)
-    assert numbers_at(data, [18.5, 18.7]) == [185, 187] and len(decoded) <= 1 + 10
-    decoded.clear()
-    assert numbers_at(data, [0.5, 0.7]) == [5, 7] and len(decoded) <= 10
-
-
 def test_the_times_of_a_clip_are_evenly_apart_and_end_with_the_video():
     def times(frames: int, rate: float | None, position: float) -> list[float]:
         return clip_times(11, 10.0, frames=frames, rate=rate, position=position)

@@ -1,4 +1,4 @@
-"""Beside the faults: the stage read over SFTP."""
+"""A real SFTP server on loopback."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import getpass
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from tests.store.dataset import NUM_SAMPLES, Stage
-from tests.store.faults import GRACE_SEC, PLAIN_STALL_SEC, Skipped
-from tests.store.reader_outcomes import RIGHT, Reading, judge
 from tests.store.server import end, free_ports, wait_until_open
 
 SFTP_SERVER = Path("/usr/sbin/sshd")
+
+
+class Skipped(Exception):
+    """There is no such server here; the message says why."""
 
 
 @contextlib.contextmanager
@@ -59,21 +59,3 @@ def sftp_server(home: Path, serve: str = "internal-sftp") -> Iterator[tuple[str,
         if is_new:
             with contextlib.suppress(OSError):
                 separated.rmdir()
-
-
-def sftp(stage: Stage, home: Path, kinds: Sequence[str]) -> dict[str, Any]:
-    """Read the stage over SFTP once with each kind of reader. Raises Skipped: no server here."""
-    home.mkdir()
-    shutil.copytree(stage.folder, home / "stage")
-    found: dict[str, Any] = {}
-    with sftp_server(home) as (address, variables):
-        for kind in kinds:
-            given = {"remote": f"{address}{home / 'stage'}", "local": str(home / f"{kind}-cache")}
-            reading = Reading(kind, home / kind, environment=variables, **given)
-            reading.finish(GRACE_SEC if kind == "ours" else PLAIN_STALL_SEC, launcher=kind != "ours")
-            verdict = judge(reading, NUM_SAMPLES, None, [])
-            found[kind] = verdict.outcome
-            if verdict.detail:
-                found[f"{kind}_detail"] = verdict.detail[:300]
-    what = "the stage through OpenSSH's sftp-server, cold cache"
-    return {"good": found.get("ours", RIGHT) == RIGHT, "what": what, **found}

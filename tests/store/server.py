@@ -92,22 +92,6 @@ class Store:
         self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True, **quiet)
 
     @property
-    def version(self) -> str:
-        """The server's name and version."""
-        if self.kind == "moto":
-            import moto
-
-            return f"moto {moto.__version__}"
-        command = ["/usr/bin/python3", "-I", "-c", "import swift; print(swift.__version__)"]
-        done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
-        return f"OpenStack Swift {done.stdout.strip()}"
-
-    @property
-    def start_sec(self) -> float:
-        """About how long `start` takes."""
-        return 4.0 if self.kind == "swift" else 0.0
-
-    @property
     def address(self) -> str:
         """host:port, as it stands in the clients' own messages."""
         return f"127.0.0.1:{self.port}"
@@ -228,8 +212,3 @@ class Store:
     def delete(self, key: str) -> None:
         """Remove an object."""
         self.client.delete_object(Bucket=BUCKET, Key=key)
-
-    def keys(self, prefix: str) -> list[str]:
-        """List the objects under a prefix."""
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
-        return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
