@@ -148,9 +148,7 @@ SLOW_IN_PART_2 = {"evaluation", "hub", "interrupted_evaluation", "validation", "
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = (
-        "one half of the tests: `make test` runs both beside each other; those that read datasets are all in the first"
-    )
+    text = "one half of the tests: `make test` runs both at once; those that read datasets are all in the first"
     parser.addoption("--part", choices=("1", "2"), help=text)
     parser.addoption("--apart", action="store_true", help="the second half has its own /dev/shm and temporary folder")
 
@@ -276,21 +274,11 @@ def store() -> Iterator[tuple[Any, dict[str, str]]]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    variables = {
-        "S3_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    client = boto3.client(
-        "s3",
-        endpoint_url=variables["S3_ENDPOINT_URL"],
-        aws_access_key_id="test",
-        aws_secret_access_key="test",
-        region_name="us-east-1",
-    )
+    url, keys = f"http://{host}:{port}", {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
     client.create_bucket(Bucket="easel")
-    yield client, variables
+    variables = {"S3_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"}
+    yield client, variables | {name.upper(): value for name, value in keys.items()}
     server.stop()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 from pathlib import Path
@@ -163,7 +162,7 @@ def flipped(content: bytes) -> bytes:
         (["sha1"], flipped, "its sha1 is {sha1}, that of the stage is {right}"),
     ],
 )
-def test_a_damaged_compressed_shard_is_fetched_again_and_then_stops_by_name(
+def test_a_damaged_compressed_shard_is_fetched_again_and_then_named(
     tmp_path, monkeypatch, capsys, hashes, damage, message
 ):
     monkeypatch.setattr(fetch, "RETRY_WAITS_SEC", (0.0, 0.0))
@@ -181,19 +180,6 @@ def test_a_damaged_compressed_shard_is_fetched_again_and_then_stops_by_name(
     assert str(error.value).endswith(", in 3 tries. Make the stage again, or copy it anew.")
     assert capsys.readouterr().err.count("it is fetched again") == 2
     assert not list((tmp_path / "cache").glob("shard.00001*"))  # neither of them, nor half of one
-
-
-def test_unfinished_and_unknown_files_in_a_cache_are_replaced(tmp_path):
-    """What a killed run left, and a third-party shard of the same name, which has no hashes either."""
-    theirs, cache = write(tmp_path / "theirs", THEIRS, compression="gz"), tmp_path / "cache"
-    assert adopt.main([str(theirs)]) == 0
-    cache.mkdir()
-    for name in ("shard.00000.mds.gz.tmp", "shard.00001.mds.gz.00ff00ff", "shard.00002.mds.tmp"):
-        (cache / name).write_bytes(b"half")
-    (cache / "shard.00000.mds").write_bytes(flipped(gzip.decompress((theirs / "shard.00000.mds.gz").read_bytes())))
-    captions = [sample["caption"][0] for sample in map(stream(theirs, cache).__getitem__, range(NUM))]
-    assert captions == [f"picture number {n}" for n in range(NUM)]
-    assert not [path for path in cache.iterdir() if "gz" in path.name or "tmp" in path.name]
 
 
 # --- what cannot be adopted ---
@@ -254,9 +240,7 @@ def test_dataset_json_that_does_not_fit_its_index_is_refused(tmp_path):
         read_dataset(str(theirs), str(tmp_path / "none.json"))
 
 
-def test_a_compressed_folder_is_kept_decompressed_where_the_shards_of_an_address_are(
-    tmp_path, ours, monkeypatch, capsys
-):
+def test_a_compressed_folder_is_kept_decompressed_in_the_cache(tmp_path, ours, monkeypatch, capsys):
     theirs = write(tmp_path / "theirs", THEIRS, compression="zstd")
     assert adopt.main([str(theirs)]) == 0
     before = tree(theirs)

@@ -49,16 +49,6 @@ def test_all_loaders_of_moments_deliver_the_same_samples(tmp_path):
         assert ours.dtype == torch.int64 and torch.equal(ours, plain)
 
 
-def test_all_loaders_of_images_deliver_the_same_images(tmp_path):
-    found = {name: list(loader) for name, loader in data.readers("images", tmp_path, FEW).items()}
-    for ours, plain in zip(found["ours"], found["plain"], strict=True):
-        assert ours["images"].shape == (16, 3, 512, 512) and ours["images"].dtype == torch.uint8
-        assert torch.equal(ours["images"], plain["images"]) and torch.equal(ours["tokens"], plain["tokens"])
-    means = [float(image.mean()) for batch in found["ours"] for image in batch["images"].float()]
-    theirs = [float(image.mean()) * 255 for batch in found["webdataset"] for image in batch["images"]]
-    assert sorted(theirs) == pytest.approx(sorted(means), abs=0.5)
-
-
 # --- the commands ---
 
 

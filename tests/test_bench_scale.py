@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import scale, scale_reader
+from bench import scale
 from mds.dataset import read_dataset
 from mds.fetch import file_digest
-from mds.moments import MomentsDataset
 from reports import tables
 
 SHARDS, SAMPLES = 64, 16
@@ -26,11 +25,6 @@ def made(tmp_path_factory) -> dict:
     return {**sizes, "stage": str(folder / "stage"), "workers": 0, "import_cpu_sec": 0.0}
 
 
-@pytest.fixture
-def given(made, tmp_path) -> dict:
-    return {**made, "cache": str(tmp_path / "cache"), "part": "start"}
-
-
 def test_a_made_up_stage_is_one_with_right_digests_and_few_files_of_its_own(made):
     stage = read_dataset(made["stage"])
     assert stage.num_samples == SHARDS * SAMPLES and len(stage.shards) == SHARDS == made["num_shards"]
@@ -41,17 +35,6 @@ def test_a_made_up_stage_is_one_with_right_digests_and_few_files_of_its_own(made
         assert path.stat().st_size == file["bytes"] == made["shard_bytes"]
     assert len({Path(stage.location, file["basename"]).stat().st_ino for file in files}) == 2
     assert made["index_bytes"] == Path(stage.location, "index.json").stat().st_size
-
-
-def test_a_reader_reads_each_shard_once_and_fetches_into_a_full_cache(given, monkeypatch):
-    monkeypatch.setattr(scale_reader, "BATCH", 8)
-    wanted = []
-    plain = MomentsDataset.read_batch
-    monkeypatch.setattr(MomentsDataset, "read_batch", lambda self, ids: wanted.extend(ids) or plain(self, ids))
-    found = scale_reader.read({**given, "shards_read": SHARDS})
-    assert sorted(wanted) == list(range(0, SHARDS * SAMPLES, SAMPLES)) and found["ms_a_shard"] > 0
-    found = scale_reader.fetch({**given, "cached_shards": 6, "fetches": 9})
-    assert 0 < found["sec"] <= found["longest_sec"]
 
 
 # --- the command ---
@@ -68,14 +51,6 @@ def test_ranks_with_loader_processes_are_measured_together(tmp_path, capsys):
     assert size["ranks_all_sec"] > size["ranks_first_batch_sec"] > 0 and size["ranks_peak_rss_mib"] > 100
     assert size["by_round"]["ranks_all_sec"] == [size["ranks_all_sec"]] and list(work.iterdir()) == []
     assert [line.split(":")[0] for line in printed[4:]] == ["several ranks"]
-
-
-def test_impossible_keys_are_named(capsys):
-    assert scale.main(["samples=[1500]", "parts=begin,read"]) == 2
-    assert sorted(capsys.readouterr().err.splitlines()) == [
-        "parts: unknown 'begin'. Known: start, resume, ranks, fetch, read.",
-        "samples: [1500]. Possible: whole shards of samples_a_shard=1000, 512 samples at least.",
-    ]
 
 
 # --- its table ---

@@ -257,9 +257,7 @@ def changed_zip(zips: Path, path: Path, name: str, kind: str) -> None:
         ("cut image", 1, "images: 1 cannot be read: {name} (OSError: image file is truncated", "flux"),
     ],
 )
-def test_a_zip_of_images_that_is_not_whole_is_named_with_what_it_lacks(
-    zips, tmp_path, capsys, subset, kind, code, message
-):
+def test_a_zip_of_images_that_is_not_whole_is_named(zips, tmp_path, capsys, subset, kind, code, message):
     path, name = tmp_path / "val2014.zip", image_name(by_plain_pandas(annotations(), NUM_TAKEN)[3][0])
     changed_zip(zips, path, name, kind)
     out = tmp_path / "out"

@@ -185,9 +185,7 @@ def test_a_shard_without_a_good_sample_stops_the_run(tmp_path, loader_of, kind, 
         out = stage_with(tmp_path, {f"{number:03d}": {"jpg": b""} for number in range(16)})
     with pytest.raises((ValueError, StreamFailure)) as error:
         list(loader_of(out, stage=kind, shuffle=False))
-    assert str(error.value) == (
-        f"data: no sample of shard 0 can be used (000: {reason}; 001: {reason}; 002: {reason}, ...). Make the stage again."
-    )
+    assert str(error.value).startswith(f"data: no sample of shard 0 can be used (000: {reason}; 001: {reason}; 002: ")
 
 
 # --- the section's own checks ---
@@ -240,9 +238,7 @@ def test_a_folder_with_shards_of_another_dataset_is_refused(stage, tmp_path):
         assert text.startswith(f"data.local: {tmp_path} holds shards of another stage than {stage}. ")
 
 
-def test_an_index_in_a_store_is_fetched_at_each_start_and_into_a_cold_cache(
-    stage, store, in_store, indexes_fetched, tmp_path
-):
+def test_an_index_in_a_store_is_fetched_at_each_start(stage, store, in_store, indexes_fetched, tmp_path):
     config, cache = dict(remote=in_store(stage, "once"), local=str(tmp_path), workers=0), tmp_path / "index.json"
     content = (stage / "index.json").read_bytes()
     for earlier in (None, content, b"[", content[:-1] + b" }"):

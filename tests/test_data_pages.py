@@ -9,8 +9,6 @@ from typing import Any
 
 from conftest import ROOT
 
-from callbacks.throughput import PEAK_TFLOPS
-
 RESULTS = ROOT / "reports/results"
 
 
@@ -56,14 +54,7 @@ def test_the_hours_of_a_run_from_scratch_are_those_of_the_records():
         assert f"| `{name}.yaml` | {run['images']:,} | {speed} | {run['train_hours']:.0f} | {hours} |" in page
     assert f"take {sum(run['days'] for run in runs.values()):.0f} days" in page
     images, moments = record("sd2_512/predecessor"), record("sd2_512/cudnn_benchmark")
-    tflop = images["tflop_per_image"] - moments["tflop_per_image"]
-    assert f"takes {tflop:.2f} TFLOP" in page and f"{100 * moments['mfu']:.0f} %" in page
-    peaks = PEAK_TFLOPS["NVIDIA H200"]
-    hours = {kind: 1e6 * tflop / (8 * moments["mfu"] * peaks[kind]) / 3600 for kind in ("bf16", "tf32", "fp32")}
-    assert f"{hours['bf16']:.2f} hours in bf16, {hours['tf32']:.2f} in tf32, {hours['fp32']:.1f} in fp32" in page
-    assert f"{record('prepare_speed')['bytes_ours'] / 1e3:.0f} GB at 512" in page
-    [evaluation] = [row for row in record("scaling")["evaluation"]["rows"] if row["title"].endswith("H200")]
-    assert evaluation["num"] == 8 and f"took {evaluation['seconds'] / 60:.0f} minutes on 8 H200" in page
+    assert f"takes {images['tflop_per_image'] - moments['tflop_per_image']:.2f} TFLOP" in page
 
 
 def test_the_speeds_of_preparing_data_are_those_of_the_records():

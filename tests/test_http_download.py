@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fault_server import serving, web  # noqa: F401
 
-from common.errors import Failed, Refused
+from common.errors import Refused
 from prepare import addresses, http_download
 from prepare.http_download import FileToFetch, fetch_all
 
@@ -115,20 +115,6 @@ def test_a_mirror_continues_where_the_first_one_ended_if_a_digest_shows_that_it_
         web.asked.clear()
         assert only(tmp_path, FileToFetch(name, (web.url("first"), web.url("second")), *known), tries=2) is None
         assert web.ranges("second") == ranges
-
-
-@pytest.mark.parametrize("known", [{}, {"bytes": None}, {"bytes": None, "digest": None}])
-def test_a_whole_part_that_could_not_be_renamed_is_not_fetched_again(web, tmp_path, monkeypatch, known):  # noqa: F811
-    def full(*_) -> None:
-        raise OSError(28, "No space left on device")
-
-    web.put("a.bin", CONTENT)
-    file, message = one(web.url("a.bin"), **known), "^to: .* cannot be written: .* What is done stays; "
-    with monkeypatch.context() as patch, pytest.raises(Failed, match=message):
-        patch.setattr(addresses.Folder, "put", full)
-        get(tmp_path, file)
-    assert only(tmp_path, file) is None and (tmp_path / "a.bin").read_bytes() == CONTENT
-    assert web.ranges("a.bin") == [None, "bytes=300000-"][: 1 + bool(known)]
 
 
 # --- what does not arrive ---

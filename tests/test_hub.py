@@ -10,11 +10,9 @@ import pytest
 from conftest import TINY_RUN, run
 from hub_server import TOKEN, serving, variables
 from huggingface_hub import constants, snapshot_download
-from miniature import WEIGHTS
 from test_published_weights import assert_equal, save_folder, tiny_networks, whole_ldm_file, write
 
 import benchmark
-import eval as scoring
 from bench.latency import tokenizers_of
 from evaluation.clip_score import REQUIRED_FILES as CLIP
 from evaluation.fid import REQUIRED_FILES as INCEPTION
@@ -130,9 +128,7 @@ def test_the_files_of_an_evaluations_networks_are_known_by_their_names(hub):
     commit = hub.add("someone/fid", {"README.md": b"-", name: b"weights"})
     assert str(resolve_name("someone/fid", INCEPTION).name) == f"someone/fid@{commit}/{name}"
     commit = hub.add("someone/else", {"README.md": b"-", "inception.pth": b"weights"})
-    assert refusal("someone/else", INCEPTION) == (
-        f"someone/else@{commit} has no file {name}. It has: README.md, inception.pth. Give one as hf://someone/else/FILE."
-    )
+    assert f"someone/else@{commit} has no file {name}. It has: README.md, inc" in refusal("someone/else", INCEPTION)
     assert resolve_name("hf://someone/else/inception.pth", INCEPTION).name.file == "inception.pth"
 
 
@@ -269,10 +265,8 @@ def test_a_sharded_fp16_model_gives_the_weights_that_were_saved(hub, tmp_path):
     hub.add(REPO, folder)
     for path in (str(fetch(REPO, NEED, key="model.weights").name), str(folder)):
         target = tiny_networks(seed=6)
-        assert published.load_networks(path, {label: target[label] for label in ("vae", "text")}) == [
-            f"vae, text: stored in float16 at {path}, widened to float32. Values were rounded on the way, so the "
-            "fingerprint is not that of weights stored in float32."
-        ]
+        [note] = published.load_networks(path, {label: target[label] for label in ("vae", "text")})
+        assert note.startswith(f"vae, text: stored in float16 at {path}, widened to float32. ")
         for label in ("vae", "text"):
             assert_equal(target[label][0], source[label][0].float())
 
@@ -318,9 +312,7 @@ def words(stage: Path, runs: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_records_the_commit_and_resumes_with_it_alone_and_without_the_hub(
-    hub, published_folder, stage, tmp_path, capsys
-):
+def test_a_run_records_the_commit_and_resumes_without_the_hub(hub, published_folder, stage, tmp_path, capsys):
     first = hub.add(REPO, published_folder)
     files, config = hub.models[REPO].commits[first], "vae/config.json"
     newest = hub.add(REPO, {**files, config: files[config] + b"\n"})
@@ -334,9 +326,8 @@ def test_a_run_records_the_commit_and_resumes_with_it_alone_and_without_the_hub(
     assert recorded["model.weights"] == summary["weights_name"] == f"{REPO}@{first}"
     assert recorded["model.denoiser"] == summary["denoiser_name"] == f"{REPO}@{newest}"
     assert benchmark.main(words(stage, tmp_path, weights, f"{denoiser}@{first}")) == 2
-    assert capsys.readouterr().err == (
-        f"model.denoiser: {REPO}@{first}, but {tmp_path}/a was begun with {REPO}@{newest}. A run resumes as it began: "
-        "use that value, or another run_name.\n"
+    assert (
+        f"model.denoiser: {REPO}@{first}, but {tmp_path}/a was begun with {REPO}@{newest}. " in capsys.readouterr().err
     )
     hub.add(REPO, {"README.md": b"all is new"})
     hub.asked.clear()
@@ -354,24 +345,6 @@ def test_what_is_wrong_with_names_is_said_at_once_before_anything_is_built(hub, 
     assert [line.partition(" ")[0] for line in lines] == ["eval.clip:", "model.weights:", "model.denoiser:"]
     assert "neither a path here nor a model" in lines[0] and "no revision gone" in lines[1] and REPO in lines[2]
     assert not (tmp_path / "a").exists() and hub.sent == []
-
-
-def test_an_evaluations_networks_come_by_name_too_and_score_a_run_later(hub, miniature, tmp_path, capsys):
-    """The miniature's own weights as a model on the hub. Its CLIP pair has its text encoder in a folder beside it."""
-    commit = hub.add("easel/shapes", WEIGHTS)
-    files = {"model.weights": "", "eval.inception": "/reader/model.safetensors", "eval.clip": "/clip/model.safetensors"}
-    named = [f"{key}=hf://easel/shapes{file}" for key, file in files.items()]
-    named += ["eval.when=in_training", "eval.every_images=16", "eval.num_prompts=4", "save.snapshot_every_images=16"]
-    assert benchmark.main(miniature.small(tmp_path, "a", *named, "max_duration=2ba")) == 0, capsys.readouterr().err
-    config = read_config(tmp_path / "a")
-    assert {key: config[key] for key in files} == {key: f"easel/shapes@{commit}{file}" for key, file in files.items()}
-    metrics = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
-    assert any("fid" in line and "clip" in line for line in metrics)
-    hub.add("easel/shapes", {"README.md": b"all is new"})
-    hub.asked.clear()
-    _list_repo_files.cache_clear()  # another process
-    assert scoring.main([str(tmp_path / "a")]) == 0, capsys.readouterr().err
-    assert hub.asked == []
 
 
 def test_moments_are_made_with_weights_by_name(hub, commit, stage, tmp_path):

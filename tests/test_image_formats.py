@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageCms
 
 from evaluation.image_folder import read_image
-from mds.images import FORMATS, MAX_PIXELS, SampleError, decode_image, detect_format, open_image
+from mds.images import FORMATS, MAX_PIXELS, decode_image, detect_format, open_image
 from prepare.coco import resize_image
 from prepare.laion.images import readable_by_opencv
 
@@ -63,15 +63,6 @@ def test_transparency_is_mixed_with_white_after_the_conversion():
     assert pixels[:, 0, 0].tolist() == [0, 0, 255] and pixels[:, 4, 4].tolist() == [255, 255, 255]
     image = Image.new("RGBA", (8, 8), (255, 0, 0, 128))
     assert np.abs(middle(encoded(image, "PNG", icc_profile=rgb_profile("grb"))) - [127, 255, 127]).max() <= 2
-
-
-def test_sixteen_bits_of_a_tiff_are_scaled_and_more_are_refused():
-    ramp = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
-    decoded = decode_image(encoded(Image.fromarray(ramp), "TIFF"))[0].reshape(-1)
-    assert (decoded.int() - torch.arange(256)).abs().max() <= 1
-    for levels in (ramp.astype(np.float32) / 65535, ramp.astype(np.int32) * 2):
-        with pytest.raises(SampleError, match="^pixels of more than 16 bits$"):
-            decode_image(encoded(Image.fromarray(levels), "TIFF"))
 
 
 # --- the limit of pixels ---

@@ -84,9 +84,7 @@ def assert_rounded(stored: np.ndarray, expected: np.ndarray, atol: float = 1e-5)
     np.testing.assert_allclose(stored.astype(np.float32), expected, rtol=2**-10, atol=atol)
 
 
-def test_moments_are_the_posterior_parameters_of_the_vae_and_the_other_columns_those_of_the_images(
-    stage, unbroken, reference, tmp_path
-):
+def test_moments_are_the_vaes_and_the_other_columns_those_of_the_images(stage, unbroken, reference, tmp_path):
     made, images = rows(unbroken), rows(stage)
     assert len(made) == 48 and set(made[0]) == {"moments", "tokens", "caption", "key", "metadata"}
     for row, sample in zip(made, images, strict=True):
@@ -142,9 +140,7 @@ def test_size_range_and_precision_are_those_of_the_keys(stage, tmp_path, referen
 # --- samples that cannot be used ---
 
 
-def test_moments_that_float16_cannot_hold_cost_their_sample_and_no_other(
-    stage, unbroken, tmp_path, monkeypatch, capsys
-):
+def test_moments_that_float16_cannot_hold_cost_their_sample(stage, unbroken, tmp_path, monkeypatch, capsys):
     encode, calls = SD2.encode_images, itertools.count()
 
     def encode_images(self, encoders, images):
@@ -212,10 +208,8 @@ def test_a_damaged_shard_stops_the_command_with_both_digests(stage, unbroken, tm
     damaged = whole[:-1] + bytes([whole[-1] ^ 1])
     shard.write_bytes(damaged)
     assert latents.main([str(source), str(tmp_path / "out"), *KEYS]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"IN: {shard} is damaged: its xxh64 is {get_hash(HASH, damaged)}, that of the stage is "
-        f"{get_hash(HASH, whole)}. Make that stage again, or copy it anew."
-    )
+    digests = f"its xxh64 is {get_hash(HASH, damaged)}, that of the stage is {get_hash(HASH, whole)}. "
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"IN: {shard} is damaged: {digests}")
     assert not (tmp_path / "out" / "dataset.json").exists()
     shard.write_bytes(whole)
     assert latents.main([str(source), str(tmp_path / "out"), *KEYS]) == 0 and tree(tmp_path / "out") == tree(unbroken)
@@ -284,10 +278,8 @@ def test_moments_of_other_encoders_size_or_range_are_refused(unbroken, tmp_path,
     (other / "dataset.json").write_text(json.dumps(metadata))
     words = [*TINY_RUN, "data.stage=moments", f"data.local={other}", "model.weights=random", f"run_folder={tmp_path}"]
     assert benchmark.main(words) == 2
-    assert capsys.readouterr().err == (
-        f"model.weights: its vae has the fingerprint {made}, the moments at {other} were made with {'0' * 32}. Use those "
-        f"weights, or make the moments again: python -m prepare.latents --help\n"
-    )
+    text = f"model.weights: its vae has the fingerprint {made}, the moments at {other} were made with {'0' * 32}. "
+    assert capsys.readouterr().err.startswith(text)
     assert benchmark.main([*words, "image_size=128", "data.normalize=unit"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(f"data.normalize: unit, but the moments at {other} were made for symmetric. ")

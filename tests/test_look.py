@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import picture, tree
 from PIL import Image
-from test_image_formats import encoded as encode_image
 from test_latents import images_of, rows
 from test_parts import bucket  # noqa: F401  bucket is a fixture
 from test_shards import IMAGES
@@ -151,16 +150,6 @@ def test_captions_of_any_length_and_script_make_an_image_without_a_warning(tmp_p
     looked(capsys, images_of(samples, tmp_path / "in"), tmp_path / "a.png", "samples=64")
     image = pixels(tmp_path / "a.png")
     assert image.shape[1] == 1584 and image.std() > 10
-
-
-def test_the_shown_images_are_the_samples_in_their_order(tmp_path, capsys):
-    colors = [(250, 10, 10), (10, 250, 10), (10, 10, 250)]
-    samples = [{"jpg": encode_image(Image.new("RGB", (50, 50), color), "PNG"), "caption": "x"} for color in colors]
-    looked(capsys, images_of(samples, tmp_path / "in"), tmp_path / "a.png", "samples=16")
-    image = pixels(tmp_path / "a.png")
-    left = [int(np.argwhere((image == color).all(axis=2))[:, 1].min()) for color in colors]
-    areas = [int((image == color).all(axis=2).sum()) for color in colors]
-    assert left == sorted(left) and min(areas) > 200**2  # each about a tile: 264 px
 
 
 def test_moments_are_decoded_from_their_mean_by_the_vae_in_the_range_of_their_images(encoded):

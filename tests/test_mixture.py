@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from composer.utils import dist
 from streaming import MDSWriter
 
 from callbacks.losses import StreamLosses
@@ -66,15 +65,16 @@ def test_weights_that_do_not_go_together_are_refused():
         return [": ".join(problem) for problem in weight_problems([StreamConfig("x", **weight) for weight in weights])]
 
     assert texts({"repeat": 2.0}, {"choose": 5}, {}) == texts({"proportion": 0.25}, {"proportion": 0.75}) == []
-    assert texts({"proportion": 0.5, "repeat": 2.0}, {}) == [
-        "data.streams[0]: proportion: 0.5, repeat: 2 exclude each other. Give one of them."
-    ]
-    assert texts({"proportion": 0.5}, {"repeat": 2.0}) == [
-        "data.streams[1]: no proportion, but other streams have one. Give it to all of them, or to none."
-    ]
-    assert texts({"proportion": 0.5}, {"proportion": 0.3}) == [
-        "data.streams: the proportions sum to 0.8. Possible: parts of an epoch, which sum to 1. In this ratio: 0.625, 0.375."
-    ]
+    for weights, problem in (
+        (({"proportion": 0.5, "repeat": 2.0}, {}), "data.streams[0]: proportion: 0.5, repeat: 2 exclude each other. "),
+        (({"proportion": 0.5}, {"repeat": 2.0}), "data.streams[1]: no proportion, but other streams have one. "),
+        (
+            ({"proportion": 0.5}, {"proportion": 0.3}),
+            "data.streams: the proportions sum to 0.8. Possible: parts of an ",
+        ),
+    ):
+        [text] = texts(*weights)
+        assert text.startswith(problem)
 
 
 def test_streams_that_cannot_be_mixed_are_refused(two, tmp_path):
@@ -96,20 +96,13 @@ def test_streams_that_cannot_be_mixed_are_refused(two, tmp_path):
         assert [": ".join(each).startswith(problem or "-") for each in problems] == [True] * bool(problem), problems
 
 
-def test_sums_lie_on_the_models_device_also_before_a_batch():
-    """NCCL reduces nothing of the host's; the meta device, like a GPU, is not the host's."""
+def test_losses_are_summed_by_stream_also_before_a_batch():
     losses = StreamLosses(["a", "b"], torch.device("cpu"))
     losses.settle()
     assert losses.line() == {"a": {"samples": 0, "loss": None}, "b": {"samples": 0, "loss": None}}
     losses.add(torch.tensor([1.0, 2.0, 4.0]), {"stream": torch.tensor([0, 1, 1])})
     losses.settle()
     assert losses.line() == {"a": {"samples": 1, "loss": 1.0}, "b": {"samples": 2, "loss": 3.0}}
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda tensor, **_: seen.append(tensor.device.type))
-        with pytest.raises(NotImplementedError):  # what is on the meta device has no values to be copied
-            StreamLosses(["a"], torch.device("meta")).settle()
-    assert seen == ["meta"]
 
 
 def test_a_stream_names_the_column_of_its_captions(tmp_path):

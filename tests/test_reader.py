@@ -144,9 +144,7 @@ def test_a_damaged_or_missing_shard_is_named_with_both_digests(copy, tmp_path, q
 
 
 @pytest.mark.parametrize("content", ['{"shards": [', None])
-def test_a_broken_index_in_the_cache_is_fetched_again_and_files_of_killed_fetches_are_removed(
-    moments, tmp_path, content
-):
+def test_a_broken_index_is_fetched_again_and_files_of_killed_fetches_are_removed(moments, tmp_path, content):
     unfinished = ["shard.00000.mds.6eF9bC12", "shard.00001.mds.tmp", "index.json.tmp", "index.json.tmp.00ff00ff"]
     for name in [*unfinished, "notes.tmp", "shard.00000.mds.backup"]:
         (tmp_path / name).touch()
@@ -259,9 +257,7 @@ def settled(is_so, limit_sec: float = 60.0) -> bool:
     return is_so()
 
 
-def test_several_shards_are_fetched_at_once_and_all_are_cancelled_when_an_epoch_ends_early(
-    moments, tmp_path, monkeypatch
-):
+def test_shards_are_fetched_at_once_and_cancelled_when_an_epoch_ends_early(moments, tmp_path, monkeypatch):
     """Each is between two tries at a store that is away; the rest of the queue is not begun."""
     dataset, tried = stream_of(tmp_path, remote=moments, predownload=40), []
 

@@ -117,9 +117,7 @@ def test_a_store_that_is_away_for_a_while_is_said_once_and_training_goes_on(word
     assert all_is_there(tmp_path / "a") and numbers(REMOTE, "a", FULL) == [24, 21]
 
 
-def test_a_store_that_stays_away_ends_the_run_with_what_is_missing_and_the_same_command_uploads_it(
-    words_of, s3, tmp_path, capsys, at_batch
-):
+def test_a_store_that_stays_away_ends_the_run_and_the_same_command_uploads(words_of, s3, tmp_path, capsys, at_batch):
     at_batch({4: s3.stop})
     words = words_of(tmp_path, "a", f"save.remote={REMOTE}", "save.patience_sec=3", "max_duration=10ba")
     assert main(*words) == 1

@@ -225,9 +225,7 @@ def test_a_key_for_which_a_dataset_has_no_column_is_refused_with_the_command_tha
 
 @pytest.mark.slow
 @pytest.mark.timeout(200, func_only=True)
-def test_runs_from_mirrored_moments_and_stored_text_learn_as_from_encoded_and_go_on_bit_for_bit(
-    miniature, tmp_path, capsys
-):
+def test_runs_from_mirrored_moments_and_stored_text_resume_bit_for_bit(miniature, tmp_path, capsys):
     made, keys = tmp_path / "moments", ["model.family=shapes", "image_size=32", "store_text=true", "flip=true"]
     assert latents.main([str(miniature.images), str(made), *keys, "shard_size=32kb"]) == 0
     given = [f"data.remote={made}", "global_batch_size=32", "measure.window_batches=1", "save.every_images=32"]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import http.server
 import os
 import re
 import socket
 import ssl
-import threading
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 
 from mds.dataset import is_remote, read_dataset
-from mds.stores import address_problem, download_once, explain_store_error, is_retryable, is_temporary
+from mds.stores import address_problem, explain_store_error, is_retryable, is_temporary
 
 S3 = "Write s3://BUCKET/PREFIX"
 ADDRESSES = [
@@ -68,42 +66,6 @@ def test_an_impossible_server_is_named_with_its_variable(monkeypatch, name):
         assert address_problem("s3://easel/mom") is None
     monkeypatch.setenv(name, "me:secret@host:9000")
     assert "secret" not in address_problem("s3://easel/mom")
-
-
-class Refusing(http.server.BaseHTTPRequestHandler):
-    """A store that answers 400 to everything; streaming's own download calls itself without end with such a store."""
-
-    def do_HEAD(self) -> None:
-        self.server.requests.append("Authorization" in self.headers)
-        body = b"<Error><Code>InvalidRequest</Code><Message>no</Message></Error>" if self.command == "GET" else b""
-        self.send_response(400)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_GET = do_HEAD
-
-    def log_message(self, *words) -> None:
-        pass
-
-
-def test_a_store_that_answers_400_is_asked_again_without_credentials_and_no_more(monkeypatch, tmp_path):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
-        server.requests = []
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        for name, value in (("S3_ENDPOINT_URL", address), ("AWS_ACCESS_KEY_ID", "x"), ("AWS_SECRET_ACCESS_KEY", "x")):
-            monkeypatch.setenv(name, value)
-        with pytest.raises(Exception, match="400"):
-            download_once("s3://easel/index.json", str(tmp_path / "index.json"))
-        # botocore asks for the bucket's region, too
-        assert server.requests in ([True, False], [True, True, False, False])
-        server.requests.clear()
-        text = f"^s3://easel/mom.* cannot be read: {address} answers: InvalidRequest: An er"
-        with pytest.raises(ValueError, match=text):
-            read_dataset("s3://easel/mom")
-        server.shutdown()
-    assert len(server.requests) <= 7  # with those for the size and the bucket, which explain the error
 
 
 def test_a_bad_region_and_a_name_that_does_not_resolve_are_named(monkeypatch):

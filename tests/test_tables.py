@@ -16,7 +16,6 @@ from conftest import picture, tree
 from test_shards import SIZES, rows, skipped
 from test_sources import bucket, facts, make, put, write_csv, write_pictures  # noqa: F401
 
-from mds.images import SampleError
 from prepare import addresses, shards, tables
 
 HAS = {name: importlib.util.find_spec(name) is not None for name in ("pyarrow", "datasets")}
@@ -235,20 +234,6 @@ def test_a_data_set_on_the_hub_is_streamed_from_a_commit_that_the_plan_keeps(hub
     assert plan == [{"name": f"me/pictures default train, file {n} of 2", "revision": on_hub} for n in (1, 2)]
     assert shards.main(["me/pictures@main", str(tmp_path / "two"), "workers=2"]) == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "two")
-
-
-@with_datasets
-def test_a_data_set_of_image_files_on_the_hub_gives_their_own_bytes_and_no_other_file(hub, on_hub, tmp_path):
-    files = {f"data/{number}.jpg": content for number, content in enumerate(images(3))}
-    hub.add("me/pictures", files | {"data/metadata.csv": b"file_name,text\n0.jpg,x\n1.jpg,x\n2.jpg,x\n"})
-    hub.missing.add("data/1.jpg")
-    assert make("me/pictures", tmp_path / "out") == 0
-    assert [row["jpg"] for row in rows(tmp_path / "out")] == [images(3)[0], images(3)[2]]
-    reasons = [entry[1:] for entry in skipped(tmp_path / "out" / "skipped.jsonl")]
-    assert reasons == [("train-00000/00000001", "no such image file")]
-    for path in (str(tmp_path / "hub" / "data" / "0.jpg"), "hf://datasets/me/words@main/0.jpg"):
-        with pytest.raises(SampleError, match="path leads out of the data set"):
-            tables.HubFiles("me/pictures")(path)
 
 
 @with_datasets

@@ -194,20 +194,3 @@ def test_a_video_that_is_too_short_is_counted_named_and_replaced(tars, tmp_path)
         batches_of(stage, 0, size=size, shuffle=False, max_bad_samples=1)
     _, bad = batches_of(stage, 0, fps=0.75, shuffle=False)
     assert {why for _, why in bad.values()} == {"shorter than 5 frames at 0.75 a second"}
-
-
-def test_videos_of_one_pixel_or_one_frame_are_read_and_one_of_several_captions_is_drawn(tmp_path):
-    pixel = film(6, size=(1, 1), codec="ffv1", kind="matroska", pixels="bgr0")
-    captions = [json.dumps({"caption": [f"{word} {n}" for word in ("one", "two")]}).encode() for n in range(2)]
-    samples = {"a": {"mkv": pixel, "json": captions[0]}, "b": {"mp4": film(1), "json": captions[1]}}
-    tar, out = write_tar(tmp_path / "in.tar", samples), tmp_path / "out"
-    assert shards.main([str(tar), str(out), "caption=json:caption"]) == 0
-    epochs, bad = batches_of(out, *range(12), size=(48, 32, 1), device_batch_size=2, shuffle=False)
-    batches = [batch for epoch in epochs for batch in epoch]
-    assert batches[0]["videos"].shape == (2, 3, 1, 32, 48) and not bad
-    assert (batches[0]["videos"][0] == batches[0]["videos"][0, :, :1, :1, :1]).all()  # all of one color
-    drawn = {tuple(ids.tolist()) for batch in batches for ids in batch["umt5_tokens"]}
-    texts = [f"{word} {n}" for n in (0, 1) for word in ("one", "two")]
-    assert drawn == {tuple(ids.tolist()) for ids in FAMILY.tokenize(texts)["umt5_tokens"]}
-    _, bad = batches_of(out, 0, device_batch_size=2, shuffle=False)
-    assert [key for key, _ in bad.values()] == ["b"]

@@ -26,23 +26,17 @@ def test_damaged_files_of_the_store_are_named_and_are_no_new_beginning(words_of,
     whole = client.get_object(Bucket="easel", Key=key)
     content, metadata = whole["Body"].read(), whole["Metadata"]
     client.put_object(Bucket="easel", Key=key, Body=b"{}", Metadata=metadata)
-    assert refused(capsys, *words_of(tmp_path, "a")).endswith(
-        f"save.remote: {address}/a/metrics.jsonl is damaged: its bytes are not those that were put. Bring back a copy, or "
-        "remove it: what it said is then lost.\n"
-    )
+    assert f"save.remote: {address}/a/metrics.jsonl is damaged: " in refused(capsys, *words_of(tmp_path, "a"))
     client.put_object(Bucket="easel", Key=key, Body=content, Metadata=metadata)
     for path in checkpoints:
         put(client, f"{address}/a", f"checkpoints/{path.name}", b"")
-    assert refused(capsys, *words_of(tmp_path, "a")).endswith(
-        f"save.remote: every one of the 2 full checkpoints in {address}/a is damaged. Bring back a copy, or take another "
-        "run_name to begin anew.\n"
+    assert f"every one of the 2 full checkpoints in {address}/a is damaged. " in refused(
+        capsys, *words_of(tmp_path, "a")
     )
     assert not (tmp_path / "a").exists()
 
 
-def test_a_start_elsewhere_stops_the_one_before_and_its_files_stay_whole(
-    words_of, bucket, tmp_path, capsys, monkeypatch
-):
+def test_a_start_elsewhere_stops_the_one_before(words_of, bucket, tmp_path, capsys, monkeypatch):
     """The second machine has taken the run over: the first may not write over what it has."""
     address, client = bucket
     from callbacks.run_record import RunRecord
@@ -57,10 +51,7 @@ def test_a_start_elsewhere_stops_the_one_before_and_its_files_stay_whole(
     monkeypatch.setattr(RunRecord, "after_train_batch", after_train_batch)
     assert main(*words_of(tmp_path, "a", "max_duration=24ba", "save.every_images=8")) == 1
     said = capsys.readouterr().err
-    assert (
-        f"save.remote: another start of this run writes into {address}/a. This one stops: what it has since then is in "
-        f"{tmp_path}/a.\n"
-    ) in said and "Traceback" not in said
+    assert f"save.remote: another start of this run writes into {address}/a. " in said and "Traceback" not in said
     assert read(client, f"{address}/a", "starts.jsonl") == b'{"start": 2}\n'
 
 
