@@ -44,7 +44,6 @@ class Served:
     cut_after: list[int] = field(default_factory=list)
     redirect: str | None = None
     endless: bool = False
-    length: bool = True
     chunked: bool = False
     token: str | None = None
     shift: int = 0
@@ -152,7 +151,7 @@ def _handler(web: Web) -> type[BaseHTTPRequestHandler]:
                     self.send_header(key, value)
             if file.chunked:
                 self.send_header("Transfer-Encoding", "chunked")
-            elif file.length and not file.endless:
+            elif not file.endless:
                 self.send_header("Content-Length", str(size - begin))
             else:
                 self.close_connection = True

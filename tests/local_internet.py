@@ -6,106 +6,49 @@ What a URL gives depends on its path alone, so that two downloads give the same.
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from conftest import picture
+from fault_server import Web, serving
 
 FAULTS = ("missing", "html", "empty", "text", "cut", "endless", "trickle", "forbidden", "refused", "file", "no_use")
 """Kinds of URLs that give no image."""
 GOOD = ("picture", "redirect", "png")
-
-
-class Handler(BaseHTTPRequestHandler):
-    """GET /KIND/NUMBER, and /files/NAME from the server's folder."""
-
-    protocol_version = "HTTP/1.1"
-    server: Any
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def send(self, content: bytes, status: int = 200, length: int | None = None, **headers: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content) if length is None else length))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def do_GET(self) -> None:
-        _, kind, name = self.path.split("/", 2)
-        self.server.asked += 1
-        try:
-            if kind == "files":
-                self.send((self.server.folder / name).read_bytes())
-            else:
-                self.answer(kind, int(name))
-        except (ConnectionError, TimeoutError):
-            self.close_connection = True
-
-    def answer(self, kind: str, number: int) -> None:
-        content = picture(number, (64, 64), "PNG" if kind == "png" else "JPEG")
-        if kind in ("endless", "trickle"):
-            self.send_response(200)
-            self.end_headers()
-            while True:
-                self.wfile.write(bytes(65_536) if kind == "endless" else b".")
-                time.sleep(0.0 if kind == "endless" else 0.2)
-        elif kind in ("picture", "png", "no_use"):
-            robots = {"X_Robots_Tag": ("noai", "none", "img2dataset: noai")[number % 3]} if kind == "no_use" else {}
-            self.send(content, **robots)
-        elif kind == "cut":
-            self.send(content[:-100], length=len(content))
-            self.close_connection = True
-        else:
-            html = b"<!DOCTYPE html><html>gone</html>"
-            status, content, headers = {
-                "redirect": (302, b"", {"Location": f"/picture/{number}"}),
-                "forbidden": (403, b"", {}),
-                "html": (200, html, {"Content_Type": "image/jpeg"}),
-                "empty": (200, b"", {}),
-                "text": (200, b"no picture at all", {}),
-            }.get(kind, (404, b"", {}))
-            self.send(content, status, **headers)
-
-
-class Internet(ThreadingHTTPServer):
-    """The hosts, on one port of this machine.
-
-    Args:
-        folder: of /files/.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path, port: int = 0):
-        super().__init__(("127.0.0.1", port), Handler)
-        self.folder, self.asked = folder, 0
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+CONTENTS = {
+    "html": b"<!DOCTYPE html><html>gone</html>",
+    "empty": b"",
+    "text": b"no picture at all",
+    "trickle": bytes(999),
+}
 
 
 @contextmanager
-def internet(folder: Path) -> Iterator[Internet]:
-    """Serve from a thread of this process."""
-    server = Internet(folder)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+def internet() -> Iterator[Web]:
+    """Serve pictures 0 to 199; `write_table` adds what its rows name."""
+    with serving() as hosts:
+        for number in range(200):
+            hosts.put(f"picture/{number}", picture(number, (64, 64)))
+        yield hosts
+
+
+def put_page(hosts: Web, kind: str, number: int) -> str:
+    """Put what the URL of a row gives, and return it."""
+    content = CONTENTS.get(kind, picture(number, (64, 64), "PNG" if kind == "png" else "JPEG"))
+    faults: dict[str, Any] = {
+        "redirect": {"redirect": f"/picture/{number}"},
+        "cut": {"cut_after": [len(content) - 100] * 99},
+        "endless": {"endless": True},
+        "trickle": {"pause_sec": 0.2, "block": 1},
+        "forbidden": {"token": "none"},
+        "html": {"kind": "image/jpeg"},
+        "no_use": {"heads": {"X-Robots-Tag": ("noai", "none", "img2dataset: noai")[number % 3]}},
+    }
+    if kind != "missing":
+        hosts.put(f"{kind}/{number}", content, **faults.get(kind, {}))
+    return hosts.url(f"{kind}/{number}")
 
 
 def closed_port() -> int:
@@ -115,22 +58,19 @@ def closed_port() -> int:
         return taken.getsockname()[1]
 
 
-def url_of(address: str, number: int, closed: int) -> str:
+def url_of(hosts: Web, number: int, closed: int) -> str:
     """Return the URL of a row: every fourth one has a fault, one kind after the other."""
-    if number % 4:
-        return f"{address}/{GOOD[number % len(GOOD)]}/{number}"
-    kind = FAULTS[number // 4 % len(FAULTS)]
+    kind = GOOD[number % len(GOOD)] if number % 4 else FAULTS[number // 4 % len(FAULTS)]
     if kind == "refused":
         return f"http://127.0.0.1:{closed}/picture/{number}"
-    return "file:///etc/hostname" if kind == "file" else f"{address}/{kind}/{number}"
+    return "file:///etc/hostname" if kind == "file" else put_page(hosts, kind, number)
 
 
-def rows(address: str, numbers: range, closed: int) -> dict[str, list[Any]]:
+def rows(hosts: Web, numbers: range, closed: int) -> dict[str, list[Any]]:
     """Return rows of LAION-400M's columns. Of ten, one has no licence, one is small, and one repeats an earlier URL."""
-    urls = [url_of(address, number - 7 if number % 10 == 9 else number, closed) for number in numbers]
     return {
         "SAMPLE_ID": [float(number) for number in numbers],
-        "URL": urls,
+        "URL": [url_of(hosts, number - 7 if number % 10 == 9 else number, closed) for number in numbers],
         "TEXT": [f"a picture of number {number}" for number in numbers],
         "HEIGHT": [64 if number % 10 != 5 else 16 for number in numbers],
         "WIDTH": [64] * len(numbers),
@@ -140,13 +80,15 @@ def rows(address: str, numbers: range, closed: int) -> dict[str, list[Any]]:
     }
 
 
-def write_table(folder: Path, address: str, num_parts: int, rows_of_part: int) -> None:
-    """Write the parts of a table of URLs."""
+def write_table(folder: Path, hosts: Web, num_parts: int, rows_of_part: int) -> None:
+    """Write the parts of a table of URLs, and serve them under /files/."""
     import pyarrow as arrow
     from pyarrow import parquet
 
     folder.mkdir(parents=True, exist_ok=True)
     closed = closed_port()
     for part in range(num_parts):
-        table = arrow.table(rows(address, range(part * rows_of_part, (part + 1) * rows_of_part), closed))
-        parquet.write_table(table, folder / f"part-{part:05d}.parquet", row_group_size=64)
+        table = arrow.table(rows(hosts, range(part * rows_of_part, (part + 1) * rows_of_part), closed))
+        path = folder / f"part-{part:05d}.parquet"
+        parquet.write_table(table, path, row_group_size=64)
+        hosts.put(f"files/{path.name}", path.read_bytes())

@@ -38,26 +38,11 @@ class Miniature:
     """Where its parts lie, made once and only read: 192 captioned pictures of 32 px, and 32 prompts."""
 
     folder: Path
-
-    @property
-    def images(self) -> Path:
-        return self.folder / "images"
-
-    @property
-    def moments(self) -> Path:
-        return self.folder / "moments"
-
-    @property
-    def reference(self) -> Path:
-        return self.folder / "reference"
-
-    @property
-    def statistics(self) -> Path:
-        return self.folder / "reference.npz"
-
-    @property
-    def prompts(self) -> Path:
-        return self.folder / "prompts.tsv"
+    images: Path
+    moments: Path
+    reference: Path
+    statistics: Path
+    prompts: Path
 
     def words(self, runs: Path, name: str, *more: str) -> list[str]:
         """The words after `benchmark.py` of a run of yamls/shapes.yaml; its epoch is 6 batches of 32."""
@@ -76,7 +61,8 @@ def make(folder: Path) -> Miniature:
     """Make what `make miniature` makes, of fewer pictures and in several shards."""
     from prepare import fid_statistics, latents, shapes, shards
 
-    made = Miniature(folder)
+    names = ("images", "moments", "reference", "reference.npz", "prompts.tsv")
+    made = Miniature(folder, *(folder / name for name in names))
     tars, images, moments, shard = str(made.folder / "tars"), str(made.images), str(made.moments), "shard_size=32kb"
     assert shapes.main([tars, f"num_images={NUM_IMAGES}"]) == 0
     assert shards.main([tars, images, shard]) == 0

@@ -23,7 +23,7 @@ from mds.adopted import AdoptedColumns
 from mds.cache import MARK_FILE, STATE_FILE
 from mds.dataset import read_dataset, write_metadata
 from mds.fetch import HASH, RetryingStream, StreamFailure
-from prepare import adopt, latents
+from prepare import adopt
 from training.config import RunConfig
 from training.start import identity_of
 
@@ -112,9 +112,8 @@ def test_encodings_of_images_and_names_of_columns(tmp_path):
         ("IMAGE=image:png", "prompt=caption:str", None),
         ("image=image:jpeg", "captions=several:json", "__key__=id:int"),
     ):
-        theirs = write(
-            tmp_path / caption.partition("=")[0], dict(column.split(":") for column in (image, caption, key) if column)
-        )
+        columns = dict(column.split(":") for column in (image, caption, key) if column)
+        theirs = write(tmp_path / caption.partition("=")[0], columns)
         assert adopt.main([str(theirs)]) == 0
         plain, dataset = StreamingDataset(local=str(theirs), batch_size=1), stream(theirs, None)
         for number in (0, NUM - 1):
@@ -292,19 +291,3 @@ def test_a_run_resumes_with_the_columns_that_it_started_with_only(tmp_path):
     dataset = stream(theirs, None)
     assert data.read_captions(dataset[2]) == ["alternative 2", "picture number 2", "number 2 again"]
     assert data.read_captions(dataset[3]) == ["picture number 3", "number 3 again"]  # an empty caption is left out
-
-
-def test_moments_of_an_adopted_set_are_those_of_a_stage_of_our_own(tmp_path):
-    """prepare.latents reads it as a run does."""
-    theirs = write(tmp_path / "theirs", {"jpg": "bytes", "several": "json"}, num=6, compression="zstd", size_limit=1000)
-    assert adopt.main([str(theirs), "caption=several", f"metadata={tmp_path}/facts.json"]) == 0
-    ours = write(tmp_path / "ours", {"jpg": "bytes", "caption": "str", "key": "str"}, num=6, hashes=[HASH])
-    write_metadata(ours, "images", {})
-    keys = ["model.preset=tiny", "model.weights=random", "image_size=64", "workers=1", "batch_size=1"]
-    assert latents.main([str(theirs), str(tmp_path / "a"), *keys, f"metadata={tmp_path}/facts.json"]) == 0
-    assert latents.main([str(ours), str(tmp_path / "b"), *keys]) == 0
-    one, other = (StreamingDataset(local=str(tmp_path / name), batch_size=1) for name in "ab")
-    for number in range(6):
-        for name in ("moments", "tokens", "caption"):
-            assert np.array_equal(one[number][name], other[number][name])
-        assert one[number]["key"] == str(number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -35,22 +34,6 @@ def test_a_made_up_stage_is_one_with_right_digests_and_few_files_of_its_own(made
         assert path.stat().st_size == file["bytes"] == made["shard_bytes"]
     assert len({Path(stage.location, file["basename"]).stat().st_ino for file in files}) == 2
     assert made["index_bytes"] == Path(stage.location, "index.json").stat().st_size
-
-
-# --- the command ---
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200, func_only=True)
-def test_ranks_with_loader_processes_are_measured_together(tmp_path, capsys):
-    results, work = tmp_path / "scale.json", tmp_path / "work"
-    work.mkdir()
-    words = ["samples=[1024]", "samples_a_shard=16", "parts=ranks", f"results={results}", f"work={work}"]
-    assert scale.main(words) == 0
-    [size], printed = json.loads(results.read_text())["sizes"], capsys.readouterr().out.splitlines()
-    assert size["ranks_all_sec"] > size["ranks_first_batch_sec"] > 0 and size["ranks_peak_rss_mib"] > 100
-    assert size["by_round"]["ranks_all_sec"] == [size["ranks_all_sec"]] and list(work.iterdir()) == []
-    assert [line.split(":")[0] for line in printed[4:]] == ["several ranks"]
 
 
 # --- its table ---

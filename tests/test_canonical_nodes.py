@@ -31,8 +31,3 @@ def test_the_number_of_nodes_that_a_run_began_on_stays_its_order_of_samples(mini
     capsys.readouterr()
     assert main(words("a", "data.num_canonical_nodes=1", "max_duration=6ba")) == 2
     assert f"data.num_canonical_nodes: 1, but {tmp_path}/a was begun with 2. " in capsys.readouterr().err
-
-
-def test_more_canonical_nodes_than_samples_are_refused(miniature, tmp_path, capsys):
-    assert main(miniature.small(tmp_path, "a", "data.num_canonical_nodes=193")) == 2
-    assert "data.num_canonical_nodes: 193 is more than the 192 samples of an epoch. " in capsys.readouterr().err

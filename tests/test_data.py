@@ -201,7 +201,6 @@ def test_an_address_without_a_folder_gets_a_separate_one(monkeypatch, tmp_path):
     folder = DataConfig(remote="s3://bucket/laion/mds").local
     assert Path(folder).parent == tmp_path / "easel" / "datasets" and Path(folder).name.startswith("mds-")
     assert DataConfig(remote="s3://bucket/laion/mds/").local == folder != DataConfig(remote="s3://other/mds").local
-    assert DataConfig(remote="s3://bucket/laion/mds", local="/mine").local == "/mine"
     assert DataConfig(remote="/a/folder").local is DataConfig(remote="s3://b/c", synthetic=True).local is None
     folders = {DataConfig(remote=f"sftp://user:{password}@host/x").local for password in ("one", "two")}
     assert len(folders) == 1 and not any("one" in path or "two" in path for path in folders)

@@ -1,4 +1,4 @@
-"""Figures of the pages about data, launching and a run from scratch: each is that of a committed record."""
+"""Figures of the pages about data and launching: each is that of a committed record."""
 
 from __future__ import annotations
 
@@ -42,19 +42,6 @@ def test_the_counts_of_store_faults_are_those_of_the_committed_records_and_ours_
         assert f"| {cells} |" in read_page("data-and-stores") and counts.total() >= 200
     ours = [fault["ours"] for fault in faults]
     assert len(ours) >= 20 and all(of["good"] == sum(of["counts"].values()) >= 10 for of in ours)
-
-
-def test_the_hours_of_a_run_from_scratch_are_those_of_the_records():
-    page, runs = read_page("training-from-scratch"), record("from_scratch")["runs"]
-    for name, run in runs.items():
-        speed, hours = (
-            f"{run[key]:,.0f} ({run[f'{key}_low']:,.0f} to {run[f'{key}_high']:,.0f})"
-            for key in ("images_per_sec", "gpu_hours")
-        )
-        assert f"| `{name}.yaml` | {run['images']:,} | {speed} | {run['train_hours']:.0f} | {hours} |" in page
-    assert f"take {sum(run['days'] for run in runs.values()):.0f} days" in page
-    images, moments = record("sd2_512/predecessor"), record("sd2_512/cudnn_benchmark")
-    assert f"takes {images['tflop_per_image'] - moments['tflop_per_image']:.2f} TFLOP" in page
 
 
 def test_the_speeds_of_preparing_data_are_those_of_the_records():

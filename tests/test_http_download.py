@@ -10,7 +10,7 @@ import pytest
 from fault_server import serving, web  # noqa: F401
 
 from common.errors import Refused
-from prepare import addresses, http_download
+from prepare import http_download
 from prepare.http_download import FileToFetch, fetch_all
 
 CONTENT = random.Random(27).randbytes(300_000)
@@ -42,7 +42,7 @@ def only(folder: Path, file: FileToFetch, **more) -> str | None:
 # --- what arrives ---
 
 
-def test_several_files_arrive_whole_and_are_not_fetched_again(web, tmp_path, monkeypatch):  # noqa: F811
+def test_several_files_arrive_whole_and_are_not_fetched_again(web, tmp_path):  # noqa: F811
     files, contents = [], [b"", *(CONTENT[number:] for number in range(1, 9))]
     for number, content in enumerate(contents):
         web.put(f"{number}.bin", content)
@@ -52,9 +52,6 @@ def test_several_files_arrive_whole_and_are_not_fetched_again(web, tmp_path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["of"]
     num = len(web.asked)
     assert get(tmp_path, *files) == {} and len(web.asked) == num
-    monkeypatch.setattr(addresses, "LOCK_WAIT_SEC", 0.2)
-    with addresses.Folder(str(tmp_path)).lock_for_writing(), pytest.raises(Refused, match=f"^to: {tmp_path} is being "):
-        get(tmp_path, *files)
 
 
 @pytest.mark.parametrize("kind", ["sha256", "md5"])
@@ -79,18 +76,6 @@ def test_cut_answers_are_continued_and_tries_that_add_bytes_do_not_count(web, tm
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
     assert web.ranges("a.bin") == [None, *(f"bytes={30_000 * n}-" for n in range(1, 10))]
     assert {heads["accept-encoding"] for _, heads in web.asked} == {"identity"}
-
-
-@pytest.mark.parametrize("chunked", [True, False])
-def test_without_etag_or_digest_a_range_is_asked_by_the_time_or_not_at_all(web, tmp_path, chunked):  # noqa: F811
-    bare = dict(bytes=None, digest=None)
-    time_of_it = "Tue, 24 Nov 2026 03:00:00 GMT"
-    web.put("timed", CONTENT, etag='W/"weak"', modified=time_of_it, cut_after=[100_000], chunked=chunked)
-    assert only(tmp_path, one(web.url("timed"), "timed", **bare)) is None
-    assert [heads.get("if-range") for _, heads in web.asked] == [None, time_of_it]
-    web.put("bare", CONTENT, etag=None, cut_after=[100_000], chunked=chunked)
-    assert only(tmp_path, one(web.url("bare"), "bare", **bare)) is None and web.ranges("bare") == [None, None]
-    assert {(tmp_path / name).read_bytes() for name in ("timed", "bare")} == {CONTENT}
 
 
 @pytest.mark.parametrize("fault", [{"ranges": False}, {"shift": 1}])

@@ -104,27 +104,18 @@ def test_a_crop_is_cut_from_what_torchvision_scales_and_a_centred_one_is_the_def
     assert torch.equal(resize_and_crop(pixels, size, dtype, centre), resize_and_crop(pixels, size, dtype))
 
 
-@pytest.mark.parametrize(
-    "clean, captions, usable",
-    [
-        (clean_caption, " a cat\n", "a cat"),
-        (clean_caption, "a" * 10_000, "a" * 10_000),
-        (clean_caption, 3, SampleError("missing caption")),
-        (clean_caption, " \n", SampleError("empty caption")),
-        (clean_caption, "a" * 10_001, SampleError("caption of more than 10,000 characters")),
-        (clean_captions, [None, "b ", " ", "c", "d" * 10_001], ["b", "c"]),
-        (clean_captions, [" ", None], SampleError("empty caption")),
-        (clean_captions, [], SampleError("missing caption")),
-        (clean_captions, "ab", SampleError("captions are no list")),
-    ],
-    ids=range(9),
-)
-def test_captions_that_can_be_used_are_left_and_others_say_why(clean, captions, usable):
-    if isinstance(usable, SampleError):
-        with pytest.raises(SampleError, match=f"^{usable}$"):
+def test_captions_that_can_be_used_are_left_and_others_say_why():
+    assert clean_caption(" a cat\n") == "a cat" and clean_caption("a" * 10_000) == "a" * 10_000
+    assert clean_captions([None, "b ", " ", "c", "d" * 10_001]) == ["b", "c"]
+    for clean, captions, reason in (
+        (clean_caption, 3, "missing caption"),
+        (clean_caption, " \n", "empty caption"),
+        (clean_caption, "a" * 10_001, "caption of more than 10,000 characters"),
+        (clean_captions, [" ", None], "empty caption"),
+        (clean_captions, "ab", "captions are no list"),
+    ):
+        with pytest.raises(SampleError, match=f"^{reason}$"):
             clean(captions)
-    else:
-        assert clean(captions) == usable
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])

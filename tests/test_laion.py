@@ -152,8 +152,8 @@ QUICK += ["images.allow_private=true"]  # the hosts of these tests are on this m
 
 @pytest.mark.timeout(240, func_only=True)
 def test_images_are_downloaded_from_faulty_hosts_and_each_row_has_its_reason(folder):
-    with internet(folder) as hosts:
-        write_table(folder / "metadata", hosts.address, 2, 60)
+    with internet() as hosts:
+        write_table(folder / "metadata", hosts, 2, 60)
         conditions = ["licenses=not ?", "min_side_px=32", "unique=url", "rows_per_tar=30"]
         keys = [f"folder={folder}", *(f"filter.{condition}" for condition in conditions)]
         assert call("filter", *keys) == 0
@@ -164,7 +164,7 @@ def test_images_are_downloaded_from_faulty_hosts_and_each_row_has_its_reason(fol
     assert tree(folder / "tars") == files
     wanted = [row["URL"] for row in left(folder)]
     account = __main__.images_account(LaionConfig(folder=str(folder)))
-    good = tuple(f"{hosts.address}/{kind}/" for kind in GOOD)
+    good = tuple(hosts.url(f"{kind}/") for kind in GOOD)
     assert account.kept == sum(url.startswith(good) for url in wanted) > 30 and account.rows == len(wanted)
     reasons = {"HTTP Error 404", "HTTP Error 403", "Connection refused", "not an image", "took more than 2 s"}
     reasons |= {"more than 1 MiB", "unknown url type: file", "IncompleteRead", "image of zero bytes"}
@@ -210,15 +210,14 @@ def test_the_accounts_balance_and_need_no_metadata_once_they_are_filtered(folder
 
 
 def test_parts_are_fetched_once_and_opened(folder, capsys):
-    (folder / "files").mkdir()
-    with internet(folder / "files") as hosts:
-        write_table(folder / "files", hosts.address, 2, 10)
+    with internet() as hosts:
+        write_table(folder / "files", hosts, 2, 10)
         paths = sorted((folder / "files").glob("*.parquet"))
-        keys = [f"metadata.urls={hosts.address}/files/part-{{part:05d}}.parquet", "metadata.num_parts=2"]
+        keys = [f"metadata.urls={hosts.url('files/part-{part:05d}.parquet')}", "metadata.num_parts=2"]
         assert call("metadata", f"folder={folder}", *keys) == 0
         assert all((folder / "metadata" / path.name).read_bytes() == path.read_bytes() for path in paths)
-        asked = hosts.asked
-        assert call("metadata", f"folder={folder}", *keys) == 0 and hosts.asked == asked
-        (folder / "files/part-00001.parquet").write_bytes(b"PAR1, and no more")
+        num_asked = len(hosts.asked)
+        assert call("metadata", f"folder={folder}", *keys) == 0 and len(hosts.asked) == num_asked
+        hosts.put("files/part-00001.parquet", b"PAR1, and no more")
         assert call("metadata", f"folder={folder / 'other'}", *keys) == 1
         assert "part-00001.parquet" in capsys.readouterr().err

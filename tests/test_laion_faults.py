@@ -16,8 +16,8 @@ __all__ = ["folder"]
 
 def test_names_of_columns_that_img2dataset_has_too(folder, capsys):
     """Lowercase `url` and `caption`, as COYO and CC12M have them, and columns with names of img2dataset's own."""
-    with internet(folder) as hosts:
-        urls = [f"{hosts.address}/picture/{number}" for number in range(3)]
+    with internet() as hosts:
+        urls = [hosts.url(f"picture/{number}") for number in range(3)]
         more = {name: ["x"] * 3 for name in ("key", "key_of_table", "status", "sha256", "URL", "json", "jpg")}
         table = arrow.table({"url": urls, "caption": ["a", "b", "c"], "width": [64] * 3, "height": [64] * 3, **more})
         names = [*table.column_names[:-1], "json"]  # and one of them twice
@@ -34,8 +34,8 @@ def test_names_of_columns_that_img2dataset_has_too(folder, capsys):
 @pytest.mark.parametrize("kind", ["string", "string_view", "dictionary"])
 def test_texts_of_each_type_and_texts_that_are_no_utf8(folder, kind):
     content = [b"a", b"\xff\xfe", None, b"\xff\xfe"]
-    with internet(folder) as hosts:
-        urls = arrow.array([f"{hosts.address}/picture/{number}" for number in range(4)])
+    with internet() as hosts:
+        urls = arrow.array([hosts.url(f"picture/{number}") for number in range(4)])
         texts = arrow.Array.from_buffers(arrow.string(), 4, arrow.array(content).buffers())
         if kind == "dictionary":
             urls, texts = urls.dictionary_encode(), texts.dictionary_encode()
@@ -59,8 +59,8 @@ def test_numbers_of_each_type_are_compared(folder, kind):
 
 def test_a_few_dead_hosts_are_accepted_and_a_part_without_any_image_only_by_a_key(folder, capsys):
     """The last tar of a part may have one row; else the stage could never be finished."""
-    with internet(folder) as hosts:
-        urls = [f"{hosts.address}/picture/{number}" for number in range(3)]
+    with internet() as hosts:
+        urls = [hosts.url(f"picture/{number}") for number in range(3)]
         write(folder, "a", URL=[*urls, "http://127.0.0.1:1/x"], TEXT=["a"] * 4)
         keys = [f"folder={folder}", "filter.rows_per_tar=3", *QUICK, "workers=1"]
         assert call("filter", *keys) == call("images", *keys) == 0
@@ -87,15 +87,15 @@ def test_a_reason_has_nothing_of_its_row_or_of_a_hosts_own_text(message, reason)
 
 
 def test_hosts_of_a_private_network_are_not_asked_unless_a_key_allows_it(folder, capsys):
-    with internet(folder) as hosts:
+    with internet() as hosts:
         names = enumerate(["127.1", "localhost", "2130706433"])
-        write(folder, "a", URL=[f"http://{host}:{hosts.server_port}/picture/{n}" for n, host in names], TEXT=["a"] * 3)
+        write(folder, "a", URL=[f"http://{host}:{hosts.port}/picture/{n}" for n, host in names], TEXT=["a"] * 3)
         assert call("filter", f"folder={folder}") == 0
         words, key = [f"folder={folder}", "images.min_success=0", "workers=1"], "images.allow_private"
-        assert call("images", *words) == 1 and hosts.asked == 0
+        assert call("images", *words) == 1 and hosts.asked == []
         assert "images: 3 rows, 0 left, 0.00 GiB; left out: not a public address 3\n" in capsys.readouterr().out
         shutil.rmtree(folder / "tars")
-        assert call("images", *words, f"{key}=true") == 0 and hosts.asked == 3
+        assert call("images", *words, f"{key}=true") == 0 and len(hosts.asked) == 3
 
 
 def test_damaged_files_of_a_stage_are_named(folder, capsys):

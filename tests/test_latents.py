@@ -162,26 +162,6 @@ def test_moments_that_float16_cannot_hold_cost_their_sample(stage, unbroken, tmp
 # --- stopped, several ranks, stores ---
 
 
-def test_any_rank_makes_the_same_part(stage, unbroken, tmp_path, monkeypatch):
-    """Rank 0 stops after the plan; rank 1 of 2 makes its share; rank 0 of 2 makes the rest."""
-    out = tmp_path / "out"
-    words = [str(stage), str(out), *KEYS]
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(latents, "make_parts", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-        latents.main(words)
-    num = len(json.loads((out / "plan.json").read_text())["parts"])
-    for rank in (1, 0):
-        with monkeypatch.context() as patch:
-            for name in ("global_rank", "local_rank", "world_size", "local_world_size"):
-                patch.setattr(latents.dist, f"get_{name}", lambda value=rank if "rank" in name else 2: value)
-            assert latents.main(words) == 0
-        done = {int(path.parent.name[-5:]) for path in out.glob("*/part.json")}
-        assert done == (set(range(1, num, 2)) if rank else set(range(num)))
-    assert tree(out) == tree(unbroken)
-    (out / "dataset.json").unlink()  # as if stopped before it: no part is left to make
-    assert latents.main(words) == 0 and tree(out) == tree(unbroken)
-
-
 def test_from_a_store_to_a_store_are_the_bytes_from_a_folder_to_a_folder(stage, unbroken, bucket):  # noqa: F811
     for name, content in tree(stage).items():
         bucket.put_object(Bucket="easel", Key=f"in/images/{name}", Body=content)

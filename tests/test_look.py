@@ -13,7 +13,6 @@ from conftest import picture, tree
 from PIL import Image
 from test_latents import images_of, rows
 from test_parts import bucket  # noqa: F401  bucket is a fixture
-from test_shards import IMAGES
 
 from families import load_family
 from families.encoders import build_encoders
@@ -98,25 +97,6 @@ def test_facts_of_moments_are_those_of_their_values(encoded, tmp_path, capsys):
     )
 
 
-def test_unusable_samples_are_counted_by_reason_and_named_and_no_control_character_is_printed(tmp_path, capsys):
-    samples = [{"key": name, "jpg": data} for name, (_, data, _) in IMAGES.items()]
-    samples += [{"key": "silent", "jpg": picture(1), "caption": " "}, {"key": "wide", "jpg": picture(2)}]
-    samples += [{"jpg": picture(1), "caption": "\x1b[31mred\x07 \u202e", "key": "a\x1b"}] * 2
-    source = images_of(samples, tmp_path / "in")
-    metadata = json.loads((source / "dataset.json").read_text())
-    (source / "dataset.json").write_text(json.dumps({**metadata, "made_by": "\x1b]0;title\x07"}))
-    facts = looked(capsys, source, tmp_path / "a.png")
-    assert all(text.isprintable() for text in facts.values())
-    num, reasons = len(samples), {"empty caption": ["silent"]}
-    for name, (_, _, outcome) in IMAGES.items():
-        if isinstance(outcome, str):
-            reasons.setdefault(outcome, []).append(name)
-    assert facts["unusable samples"].startswith(f"{sum(map(len, reasons.values()))} of {num} (")
-    for reason, names in reasons.items():
-        assert f"; {reason}: {len(names)} (e.g. {names[-1]})" in facts["unusable samples"]
-    assert facts["keys that repeat"] == f"4 of {num} ({400 / num:.3g} %)"
-
-
 # --- which samples ---
 
 
@@ -134,22 +114,6 @@ def test_samples_are_spread_over_eight_shards_and_more_only_where_these_hold_too
 
 
 # --- the picture ---
-
-
-def test_captions_of_any_length_and_script_make_an_image_without_a_warning(tmp_path, capsys):
-    """Warnings are errors in these tests, and `looked` wants nothing on stderr."""
-    captions = [
-        "word " * 10_000,
-        "from $5_{x^ \\frac to $6",
-        "世界の人々" * 80,
-        "👩‍💻🎉",
-        "مرحبا",
-        "tab\tnew\r\n\x1b[31mred",
-    ]
-    samples = [{"jpg": picture(n, (60 + 40 * n, 90)), "caption": text} for n, text in enumerate(captions)]
-    looked(capsys, images_of(samples, tmp_path / "in"), tmp_path / "a.png", "samples=64")
-    image = pixels(tmp_path / "a.png")
-    assert image.shape[1] == 1584 and image.std() > 10
 
 
 def test_moments_are_decoded_from_their_mean_by_the_vae_in_the_range_of_their_images(encoded):

@@ -15,18 +15,14 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import paramiko
 import pytest
-import torch
 from conftest import run
-from PIL import Image
 from test_config import Outer, problems, read
 from test_log import COMMANDS
 
-from callbacks.sample_grid import write_grid
 from checkpointing.content import identity_problems
 from common import masking
 from common.command_line import parse_command_line
@@ -170,7 +166,7 @@ def test_a_run_goes_on_where_only_what_may_change_stands_behind_another_value(tm
     assert identity_problems(saved, {"seed": 18, "model.denoiser": "/here/old"}, tmp_path) != []
 
 
-# --- what is printed, and captions ---
+# --- what is printed ---
 
 
 IN_ADDRESS = f"s3://user:{SECRETS['password']}@bucket/x"
@@ -205,15 +201,6 @@ def test_the_client_has_the_passwords_that_a_command_line_no_longer_has():
     passwords = [password_of(urlsplit(f"sftp://{user}:***@host/z")) for user in "abc"]
     assert passwords == ["pw1", "pw2", "p w"]
     assert [warning.split(":")[1].strip() for warning in warnings] == ["data.streams", "data.remote"]
-
-
-def test_a_caption_is_shown_without_control_characters(tmp_path):
-    sample = ("\x1b[31mred\0 \u202ecat\r\n dog", torch.zeros(3, 4, 4, dtype=torch.uint8))
-    logged = []
-    write_grid(tmp_path, 8, [sample], SimpleNamespace(log_images=lambda *args, **more: logged.extend(args)), list)
-    assert (tmp_path / "samples/captions.txt").read_text() == "[31mred cat dog\n"
-    assert logged[0][0][0] == "[31mred cat dog"
-    assert Image.open(next(tmp_path.rglob("*.png"))).info == {}
 
 
 # --- whole runs ---

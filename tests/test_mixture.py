@@ -115,7 +115,6 @@ def test_a_stream_names_the_column_of_its_captions(tmp_path):
     possible = "Possible: a column of str or json; it has "
     for column, text, problem in (
         ("alts", "encoded", f"alts, but {out} has no column of that name. {possible}"),
-        ("tokens", "encoded", f"tokens is ndarray:uint16:77. {possible}"),
         ("alt", "stored", "alt, but data.text=stored: those are states of the stage's own captions. "),
     ):
         [(key, message)] = mixture.caption_problems("data.streams[0].caption", column, read_dataset(out), text)

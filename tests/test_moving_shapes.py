@@ -62,7 +62,6 @@ def test_every_scene_has_its_own_caption_that_the_text_encoder_reads_whole():
     assert Counter(scene.direction for scene in scenes) == dict.fromkeys(DIRECTIONS, 1344)
     assert all(scene.caption in captions and scene.part == "training" for scene in SCENES)
     assert {word for caption in captions for word in caption.split()} - set(WORDS) == {"moving", "to"}
-    assert all(caption.count(" moving to the ") == 1 for caption in captions)
     assert max(len(caption.split()) for caption in captions) + 2 <= networks.NUM_TOKENS  # with start and end
 
 
@@ -203,18 +202,6 @@ def test_the_recipe_shortened_runs_validates_draws_and_is_read_off_afterwards(ma
     assert case["direction"] == sum(n for seen, n in case["seen"].items() if seen.split()[0] == seen.split()[2]) / 6
 
 
-def test_a_folder_without_videos_of_the_moving_miniature_is_refused(tmp_path, capsys):
-    file, video, caption = tmp_path / "a.mp4", video_of(SCENES[0]), json.dumps({"prompt": SCENES[0].caption})
-    for make, message in (
-        (lambda: file.write_bytes(b"no video"), "a.mp4 cannot be read: "),
-        (lambda: sample_videos.write_mp4(file, video, 8.0), "a.mp4 has no caption of the moving "),
-        (lambda: sample_videos.write_mp4(file, video[:, :5], 8.0, caption), "or not 9 frames. Give a folder that eval"),
-    ):
-        make()
-        assert motion_command.main([f"videos={tmp_path}", f"results={tmp_path}/m.json"]) == 2
-        assert message in capsys.readouterr().err and not (tmp_path / "m.json").exists()
-
-
 def test_the_motion_command_reads_drawn_videos_right(tmp_path):
     """Videos of the captions themselves, and of other captions."""
     wanted = VideoSet(40, 32, 5, "prompts", "one", "own")
@@ -251,11 +238,3 @@ def test_things_move_as_unseen_captions_say_with_shuffled_ones_they_do_not_and_t
         assert row in page
         assert validations[-1]["images"] == int(recipe.max_duration.removesuffix("ba")) * recipe.global_batch_size
     assert last.pop("shuffled") > 1.1 * max(last.values())
-    assert f"direction is right in {motion['seed17']['direction']:.2f} of 256" in YAML.read_text()
-
-    record = json.loads(RECORDS.with_name("shapes_moving_cpu.json").read_text())  # of the demo
-    seconds = record["command_seconds"]
-    assert f"{record['batches']}ba" == recipe.max_duration
-    [case] = json.loads(RECORDS.with_name("shapes_moving_cpu_motion.json").read_text())["cases"]
-    assert case["direction"] >= 0.8 and f"got {case['direction']:.3f} of the directions right" in page
-    assert f"The whole command took {seconds // 60:.0f} min {seconds % 60:.0f} s on two cores" in page

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_child
 from streaming.base.hashing import get_hash
-from test_cache_space import COLUMNS, bytes_of_shards, write_stage
+from test_cache_space import COLUMNS, write_stage
 
 from mds import fetch, reader
 from mds.cache import PREPARING, REMOTE
@@ -22,7 +21,6 @@ from mds.dataset import read_dataset
 from mds.fetch import FetchCancelled, RetryingStream, StreamFailure
 from mds.moments import MomentsDataset
 
-ORDER = {"shuffle": True, "shuffle_seed": 3, "num_canonical_nodes": 1}
 BATCHES = 9
 
 
@@ -73,15 +71,6 @@ def test_store_connections_are_closed_before_workers_can_inherit_them(moments, i
     assert stream.client._client is not None
     with contextlib.closing(MomentsDataset(columns=[COLUMNS], streams=[stream], batch_size=5)) as dataset:
         assert dataset.streams == [stream] and stream.client._client is None
-
-
-@pytest.mark.parametrize("name", ["shard.00003.mds", "index.json"])
-def test_a_folder_with_the_name_of_a_file_of_the_dataset_is_refused_at_once(moments, tmp_path, name):
-    (tmp_path / name).mkdir()
-    with pytest.raises(
-        StreamFailure, match=f"^data: {tmp_path}/{name} is not a file, but the stage has one of that name"
-    ):
-        stream_of(tmp_path, remote=moments).read_batch(range(47))
 
 
 def test_a_shard_that_another_process_gave_up_is_fetched_by_the_next_reader(moments, tmp_path):
@@ -276,48 +265,9 @@ def test_shards_are_fetched_at_once_and_cancelled_when_an_epoch_ends_early(momen
     assert len(set(tried)) <= reader.FETCHES + 1 < len(dataset.shards)  # one more: the reader's
 
 
-def test_several_fetches_at_once_stay_within_a_limit_of_three_shards(moments, tmp_path, monkeypatch):
-    """A fetch counts from its first byte on; one that is too early waits, and evicts nothing unread."""
+def test_a_limit_that_one_shard_does_not_fit_in_is_refused(moments, tmp_path):
+    """Of a limit that several jobs keep to: test_shared_cache.py."""
     index, sizes = sizes_of(moments)
-    limit, used = 3 * max(sizes) + index, []
-    dataset = stream_of(tmp_path, remote=moments, cache_limit=limit, predownload=40, **ORDER)
-
-    def look(name):
-        wanted = dataset.shards[int(name[6:11])].max_bytes
-        with dataset.cache._run.locked():  # no thread makes or takes room in the meantime
-            used.append((dataset.cache.usage() - index, bytes_of_shards(tmp_path) + wanted))
-        time.sleep(0.02)
-
-    with each_download(monkeypatch, look, tmp_path):
-        assert same(moments_of(dataset), moments_of(stream_of(moments, **ORDER)))
-    for counted in map(max, zip(*used, strict=True)):  # by the dataset, and on the disk
-        assert max(sizes) < counted <= 3 * max(sizes)
-    assert bytes_of_shards(tmp_path) + index == dataset.cache.usage() <= limit
     text = f"^data.cache_limit: 900 bytes .*{sizes[0]:,} next to index.json .{index:,} bytes"
     with pytest.raises(StreamFailure, match=text):
         stream_of(tmp_path / "small", remote=moments, cache_limit=900).cache.ensure_shard(0)
-
-
-def test_a_reader_gives_the_reason_that_another_process_found(moments, copy, tmp_path, quick_retries):
-    """Of two workers of a rank, the one that fetched nothing may give the next batch: its message named no cause."""
-    (copy / "shard.00002.mds").unlink()
-    dataset = stream_of(tmp_path / "cache", remote=copy)
-
-    def fail_to_fetch() -> int:
-        try:
-            dataset.cache.prepare_shard(2)
-        except StreamFailure as error:
-            (tmp_path / "reason").write_text(str(error))
-            return 7
-        return 0
-
-    assert in_child(fail_to_fetch) == 7
-    shutil.copy(moments / "shard.00002.mds", copy)
-    batches = iter(dataset)
-    *_, last = itertools.islice(batches, BATCHES)
-    batches.close()
-    assert settled(lambda: not fetchers(dataset))
-    dataset.close()
-    assert last == {"failure": [(tmp_path / "reason").read_text()]}
-    assert last["failure"][0].startswith(f"data: {copy}/shard.00002.mds cannot be read: ")
-    assert len(read_all(tmp_path / "cache", remote=copy)) == BATCHES  # another run asks anew

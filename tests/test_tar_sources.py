@@ -6,7 +6,6 @@ import bz2
 import gzip
 import io
 import lzma
-import random
 import subprocess
 import tarfile
 import tempfile
@@ -96,18 +95,6 @@ def test_a_sparse_file_is_named_and_what_follows_it_is_read(tmp_path):
         assert read_all((tmp_path / "t.tar").read_bytes()) == {"holes.jpg": None, "z.txt": b"z"}
         with open_tar(tmp_path / "t.tar") as tar:
             assert [one.sparse for one, _ in iter_members(tar)] == [[], None]  # a map can have any length
-
-
-def test_what_lies_before_the_damage_of_a_compressed_tar_is_read(tmp_path):
-    data = gzip.compress(tar_of({f"{n}.txt": random.Random(n).randbytes(5000) for n in range(3)}))
-    for damaged in (data[:-3], data[:-8] + bytes(8), data + b"junk"):
-        (tmp_path / "t.tar.gz").write_bytes(damaged)
-        names = []
-        with pytest.raises((EOFError, gzip.BadGzipFile)), open_tar(tmp_path / "t.tar.gz") as tar:
-            for one, _ in iter_members(tar):
-                assert len(tar.extractfile(one).read()) == 5000
-                names.append(one.name)
-        assert names == ["0.txt", "1.txt", "2.txt"]
 
 
 # --- hostile headers ---

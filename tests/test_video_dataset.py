@@ -171,18 +171,6 @@ def test_positions_of_clips_are_uniform_and_independent_of_the_other_draws():
     assert abs(int(((positions < 0.5) == (flips < 0.5)).sum()) - 2048) < 4 * 32
 
 
-@pytest.mark.slow
-def test_clips_do_not_depend_on_workers_or_on_where_an_epoch_is_gone_on_with(stage):
-    keys = {"flip": True, "crop": "random"}
-    [whole], _ = batches_of(stage, 1, **keys)
-    [by_workers], _ = batches_of(stage, 1, workers=2, **keys)
-    [resumed], _ = batches_of(stage, 1, begin=(1, 1), **keys)
-    for batches, expected in ((by_workers, whole), (resumed, whole[1:])):
-        for batch, other in zip(batches, expected, strict=True):
-            assert torch.equal(batch["videos"], other["videos"])
-            assert torch.equal(batch["umt5_tokens"], other["umt5_tokens"])
-
-
 def test_a_video_that_is_too_short_is_counted_named_and_replaced(tars, tmp_path):
     stage, size = tmp_path / "out", (48, 32, 17)
     assert shards.main([str(tars), str(stage)]) == 0  # a shard for each tar: a shard without a good video stops a run

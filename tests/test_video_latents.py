@@ -13,7 +13,6 @@ from test_latents import rows
 from test_shards import skipped
 
 from data import DataConfig, build_data
-from families import load_family
 from families.encoders import ModelConfig
 from families.objectives import ObjectiveConfig
 from mds.videos import read_clip
@@ -77,17 +76,6 @@ def first_batch(config: DataConfig, family, size) -> dict[str, tuple]:
     batch = next(iter(loader))
     loader.close()
     return {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in batch.items()}
-
-
-@pytest.mark.parametrize("name, variant", [FAMILIES[0], FAMILIES[2]])
-def test_text_states_and_masks_are_stored_where_asked_for(stage, tmp_path, name, variant):
-    out, size = tmp_path / "out", (48, 32, 5)
-    assert latents.main([str(stage), str(out), *words_of(name, variant, "store_text=true")]) == 0
-    family = load_family(name, "tiny", variant)
-    columns = family.columns("moments", size, stored_text=True)
-    assert all(row[name].shape == column.shape for row in rows(out) for name, column in columns.items())
-    config = DataConfig(stage="moments", local=str(out), workers=0, text="stored")
-    assert first_batch(config, family, size).keys() == columns.keys()
 
 
 def test_tiles_are_encoded_instead_of_the_whole_image_and_recorded(stage, tmp_path):

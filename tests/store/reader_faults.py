@@ -22,7 +22,6 @@ import xxhash
 from conftest import started
 
 from tests.store.dataset import NUM_SAMPLES, Stage
-from tests.store.extras import Skipped, sftp_server
 from tests.store.reader import DEVICE_BATCH
 from tests.store.server import BUCKET, GUEST, SECRET, Store, free_ports
 
@@ -162,11 +161,6 @@ def test_away_for_good(start, s3, order, act):
     assert_stopped(reading, order, {s3.address, REMOTE})
 
 
-def test_slowed(start, s3, order):
-    with s3.slowed(400_000.0) as port:  # the epoch takes three times as long
-        assert start(s3.environment(port=port)).end(GRACE_SEC + 20.0) == []
-
-
 # --- objects ---
 
 
@@ -262,13 +256,3 @@ def test_no_permission(start, s3, order, given):
     denied = {"403", "Forbidden", "AccessDenied", "denied", "credential", "SignatureDoesNotMatch"}
     reading = start(s3.environment(**given), patience_sec=PATIENCE_SEC)
     assert_stopped(reading, order, {REMOTE, s3.address}, denied)
-
-
-def test_over_sftp(start, stage, order, tmp_path):
-    (home := tmp_path / "sshd").mkdir()
-    try:
-        with sftp_server(home) as (address, variables):
-            reading = start(variables, remote=f"{address}{stage.folder}")
-            assert reading.end() == [] and reading.batches() == order
-    except Skipped as reason:
-        pytest.skip(str(reason))
