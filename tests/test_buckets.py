@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -119,6 +118,10 @@ def test_a_set_that_lost_a_bucket_is_refused(sorted_, tmp_path):
     shutil.rmtree(made / "72x56")
     with pytest.raises(ValueError, match=f"^no folder {made}/72x56. Check the path"):
         read_dataset(str(made))
+    metadata = json.loads((made / "dataset.json").read_text())
+    (made / "dataset.json").write_text(json.dumps({**metadata, "buckets": ["../x"]}))
+    with pytest.raises(ValueError, match=r'/dataset.json: buckets is \["../x"\]. Possible: '):
+        read_dataset(str(made))
 
 
 @pytest.mark.slow
@@ -149,8 +152,6 @@ def test_a_run_mixes_a_set_of_buckets_with_a_dataset_validates_draws_and_resumes
     assert all(set(line["streams"]) == {"moments", "squares"} for line in lines if "streams" in line)
     whole, part = (newest(tmp_path, name) for name in ("whole", "part"))
     assert same_training(whole, part)
-    digest = hashlib.sha256((tmp_path / "squares" / "index.json").read_bytes()).hexdigest()
-    assert whole["identity"]["stage"][1] == digest
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert summary["bucket_sizes"] == [[48, 96], [64, 64], [72, 56], [96, 48]] and summary["mfu"] is None
     assert len(list((tmp_path / "whole" / "samples").glob("*.png"))) > 1

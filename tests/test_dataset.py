@@ -90,7 +90,6 @@ WRONG = [
     ("raw_data", None, "an object of basename, bytes, hashes."),
     *(("raw_data.basename", name, "") for name in ("a\0b", "../evil.mds", "/tmp/evil.mds", "a/../../evil.mds")),
     ("raw_data.bytes", 2**32, COUNT),
-    ("raw_data.hashes", {"xxh64": 5}, "the shard's xxh64, 16 hexa"),
     ("samples", -24, COUNT),
     ("samples", 4 * 10**9, "at most "),  # drawing their order would take all memory, long before the shard was read
     ("compression", "zstd", "null: uncompressed."),

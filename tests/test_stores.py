@@ -19,7 +19,7 @@ from paramiko import SSHException
 from mds import stores
 from mds.stores import S3Client, build_client
 from prepare.addresses import open_address
-from tests.store.extras import Skipped, sftp_server
+from tests.store.extras import sftp_server
 from tests.store.server import end, free_ports, start_relay
 
 LIMIT_SEC = 60.0
@@ -32,19 +32,10 @@ def sftp(tmp_path, monkeypatch):
     (home / "files").mkdir(parents=True)
     for number in range(8):
         (home / "files" / str(number)).write_bytes(bytes([number]) * 100_000)
-    with served(home, monkeypatch) as address:
+    with sftp_server(home) as (address, variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
         yield f"{address}{home}/files"
-
-
-@contextlib.contextmanager
-def served(home: Path, monkeypatch, **options: str):
-    try:
-        with sftp_server(home, **options) as (address, variables):
-            for name, value in variables.items():
-                monkeypatch.setenv(name, value)
-            yield address
-    except Skipped as reason:
-        pytest.skip(str(reason))
 
 
 def test_threads_that_download_at_once_share_one_sftp_connection(sftp, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import numpy as np
@@ -67,15 +68,10 @@ def test_moments_and_states_of_the_first_frame_are_those_of_the_encoders(stage, 
     assert metadata["image_size"] == list(size) and metadata["fps"] == 4.0 and metadata["batch_size"] == 1
     config = DataConfig(stage="moments", local=str(out), workers=0, fps=4.0)
     assert config.problems(1, {"model.family": name, "image_size": list(size), "data.normalize": "symmetric"}) == []
-    assert first_batch(config, model.family, size) == {n: (c.shape, c.dtype) for n, c in columns.items()}
-
-
-def first_batch(config: DataConfig, family, size) -> dict[str, tuple]:
-    """Column -> shape of a sample and dtype, of a run's first batch."""
-    loader = build_data(config, family, size=size, device_batch_size=2, device=CPU, seed=1).dataloader
-    batch = next(iter(loader))
-    loader.close()
-    return {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in batch.items()}
+    given = dict(size=size, device_batch_size=2, device=CPU, seed=1)
+    with contextlib.closing(build_data(config, model.family, **given).dataloader) as loader:
+        for column, values in next(iter(loader)).items():
+            assert (tuple(values.shape[1:]), values.dtype) == (columns[column].shape, columns[column].dtype)
 
 
 def test_tiles_are_encoded_instead_of_the_whole_image_and_recorded(stage, tmp_path):

@@ -16,14 +16,12 @@ from mds.videos import VideoInfo, clip_times, inspect_video, read_frames
 
 KINDS = {
     "h264 with B frames": {"options": {"preset": "fast", "bf": "3"}},
-    "mpeg4": {"codec": "mpeg4"},
     "vp9 in WebM": {"codec": "libvpx-vp9", "kind": "webm"},
     "av1 in WebM": {"codec": "libsvtav1", "kind": "webm"},
     "open GOPs": {"codec": "libx265", "options": {"preset": "fast", "x265-params": "log-level=none:open-gop=1"}},
     "one key frame": {"gop": 1000},
     "in fragments": {"of_file": {"movflags": "frag_keyframe+empty_moov"}},
     "WebM without an index": {"codec": "libvpx-vp9", "kind": "webm", "of_file": {"live": "1"}},
-    "with an edit list": {"options": {"preset": "fast", "bf": "2"}, "of_file": {"use_editlist": "1"}},
 }
 
 

@@ -10,27 +10,18 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.store.server import end, free_ports, wait_until_open
 
 SFTP_SERVER = Path("/usr/sbin/sshd")
 
 
-class Skipped(Exception):
-    """There is no such server here; the message says why."""
-
-
 @contextlib.contextmanager
-def sftp_server(home: Path, serve: str = "internal-sftp") -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the address of a real OpenSSH server's root, and the variables with which streaming finds its keys.
-
-    Args:
-        serve: what a session runs.
-
-    Raises:
-        Skipped: there is none.
-    """
+def sftp_server(home: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the address of a real OpenSSH server's root, and the variables with which streaming finds its keys."""
     if not SFTP_SERVER.exists() or not shutil.which("ssh-keygen"):
-        raise Skipped(f"no {SFTP_SERVER} here")
+        pytest.skip(f"no {SFTP_SERVER} here")
     port, user = free_ports(1), getpass.getuser()
     for name in ("host", "user"):
         generate = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(home / name)]
@@ -40,8 +31,7 @@ def sftp_server(home: Path, serve: str = "internal-sftp") -> Iterator[tuple[str,
     (home / "sshd.conf").write_text(
         f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {home / 'host'}\nPidFile none\nUsePAM no\nStrictModes no\n"
         f"AuthorizedKeysFile {home / 'user.pub'}\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n"
-        f"PermitRootLogin prohibit-password\nAllowUsers {user}\nSubsystem sftp internal-sftp\nForceCommand {serve}\n"
-        f"MaxStartups 100\n"
+        f"PermitRootLogin prohibit-password\nAllowUsers {user}\nSubsystem sftp internal-sftp\nMaxStartups 100\n"
     )
     separated = Path("/run/sshd")  # sshd wants it where root starts it; Debian makes it when the service starts
     is_new = os.getuid() == 0 and not separated.exists()

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import shutil
+import signal
 
 import pytest
 from test_checkpoint_uploads import bucket, main, numbers, put, read, refused, words_of  # noqa: F401
+from test_checkpoints import stopped_in_batch_five
 from test_remote_faults import REMOTE, s3, train_lose_and_go_on  # noqa: F401
 
 from checkpointing.files import FULL, list_checkpoints
@@ -51,6 +53,14 @@ def test_a_start_elsewhere_stops_the_one_before(words_of, bucket, tmp_path, caps
     said = capsys.readouterr().err
     assert f"save.remote: another start of this run writes into {address}/a. " in said and "Traceback" not in said
     assert read(client, f"{address}/a", "starts.jsonl") == b'{"start": 2}\n'
+
+
+def test_a_signal_saves_and_uploads_within_the_grace(words_of, s3, tmp_path, capsys, monkeypatch):
+    words = words_of(tmp_path, "a", f"save.remote={REMOTE}", "max_duration=10ba")
+    assert stopped_in_batch_five(monkeypatch, signal.SIGTERM, *words) == 143
+    [path] = [path for path in list_checkpoints(tmp_path / "a" / "checkpoints", FULL) if "0005-" in path.name]
+    assert f"SIGTERM: stopped after batch 5; saved {path}, in {REMOTE} too. " in capsys.readouterr().err
+    assert numbers(REMOTE, "a", FULL)[0] == 5
 
 
 def test_killed_and_its_folder_gone_two_ranks_with_parts_of_the_weights_go_on_from_the_store(words_of, s3, tmp_path):
