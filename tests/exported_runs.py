@@ -24,12 +24,9 @@ from training.config import build
 CASES = {
     "shapes": ("model.family=shapes", "image_size=[64, 32]", "eval.sampler=dpm++"),
     "sd2_stock": ("model.variant=stock", "eval.sampler=plms"),
-    "sd2_sd15": ("model.variant=sd15", "eval.sampler=euler"),
     "sd2_mlperf": ("model.variant=mlperf", "eval.sampler=ddim", "optimizer.lr=1e-2"),
     "sdxl": ("model.family=sdxl", "image_size=[96, 64]", "eval.sampler=euler"),
     "flux_dev": ("model.family=flux", "image_size=[96, 64]"),
-    "flux_schnell": ("model.family=flux", "model.variant=schnell"),
-    "flux_mlperf": ("model.family=flux", "model.variant=mlperf", "optimizer.lr=1e-2"),
     "wan_t2v": ("model.family=wan", "model.variant=t2v", "image_size=[64, 32]", "num_frames=5"),
     "sd2_zero_snr": ("objective.prediction=v", "objective.zero_terminal_snr=true", "eval.sampler=ddim"),
 }
@@ -75,9 +72,8 @@ def drawn_elsewhere(outs: Mapping[str, Path], folder: Path, num_prompts: int = 1
     for name, out in outs.items():
         code = "\n".join(python_blocks((out / "README.md").read_text()))
         code = code.replace(").images[0]", ', output_type="pt").images[0]')
-        code = code.replace(").frames[0]", ', output_type="pt").frames[0].transpose(0, 1)').replace(
-            "video = ", "image = "
-        )
+        code = code.replace(").frames[0]", ', output_type="pt").frames[0].transpose(0, 1)')
+        code = code.replace("video = ", "image = ")
         code = re.sub(r"^export_to_video.*$", "", code, flags=re.M)
         [call] = [line for line in code.splitlines() if "generator=generator(" in line]
         calls = [call.replace(", 0), output_type", f", {number}), output_type") for number in range(num_prompts)]

@@ -2,15 +2,12 @@
 
 composer -n 2 tests/faulty_ranks.py KIND RANK BATCH words of benchmark.py ...
 
-    hang    the rank's forward pass of this batch (from 1) never ends
     slow    each of its forward passes takes half a second more, from this batch on
     flip    one bit of its weights flips after this batch
-    data    it reads another index.json; BATCH is not used
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -22,7 +19,6 @@ from composer.utils import dist
 
 import benchmark
 from common.command import start
-from data import DataConfig
 from model import LatentDiffusion
 from training.health import RankTiming
 
@@ -35,8 +31,6 @@ def inject_fault(kind: str, at_batch: int) -> None:
 
     def faulty(self, batch):
         batches.append(1)
-        while kind == "hang" and len(batches) >= at_batch:
-            time.sleep(1.0)
         if kind == "slow" and len(batches) >= at_batch:
             time.sleep(SLOW_SEC)
         return forward(self, batch)
@@ -53,9 +47,6 @@ def inject_fault(kind: str, at_batch: int) -> None:
                 print(f"flipped {name}", file=sys.stderr, flush=True)
 
         RankTiming.batch_end = flipped
-    if kind == "data":
-        read = DataConfig.read
-        DataConfig.read = lambda self: [dataclasses.replace(stage, index_sha256="f" * 64) for stage in read(self)]
 
 
 if __name__ == "__main__":

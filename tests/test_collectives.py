@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT
 
 # Each rank: listen; the failing one aborts all, the other waits for it in a collective.
 PROGRAM = """
@@ -53,37 +53,6 @@ def test_the_others_leave_within_seconds_and_name_the_rank_that_failed(failing):
     output = [rank.communicate(timeout=180)[1] for rank in ranks]  # in the collective it would be half an hour
     assert ranks[failing].returncode == ranks[1 - failing].returncode == 2
     assert f"rank {failing} has stopped: data: s3://b/x.mds is away" in output[1 - failing]
-
-
-# The rank that ends does so while the other waits in a collective; both note SIGTERM, as a run that saves checkpoints does.
-NOTING = """
-import os, signal, sys, time, torch.distributed as dist
-from ranks import collectives
-dist.init_process_group("gloo")
-collectives.watch_for_abort()
-with collectives.note_signals():
-    try:
-        if dist.get_rank() == int(sys.argv[1]):
-            if sys.argv[2] == "killed":
-                time.sleep(1.0)
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("no memory")
-        dist.barrier()
-    except RuntimeError as error:
-        collectives.abort_all_ranks(str(error).splitlines()[0], code=2)
-        sys.exit(2)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120, func_only=True)
-@pytest.mark.parametrize(("rank", "how"), [(0, "killed"), (1, "failed")])
-def test_no_rank_waits_for_one_that_has_left_and_composers_launcher_returns_its_code(rank, how, tmp_path):
-    """The launcher's SIGTERM came while it was only noted: the rank would wait half a minute, and then be killed."""
-    (tmp_path / "program.py").write_text(NOTING)
-    done = run("composer", "-n", "2", str(tmp_path / "program.py"), str(rank), how)
-    assert done.returncode == (247 if how == "killed" else 2), done.stdout + done.stderr
-    assert "terminating with SIGKILL instead" not in done.stderr
 
 
 ONCE = """

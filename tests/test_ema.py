@@ -248,10 +248,8 @@ def test_an_average_that_does_not_fit_is_refused_with_the_names():
     fresh.bind(tiny_model())
     with pytest.raises(ValueError) as error:
         fresh.load_state_dict(state)
-    assert str(error.value) == (
-        "ema: the saved EMA weights do not fit the model: 1 missing (0.bias); 1 left over (extra); 1 of another form "
-        "(2.weight is float32 (1,), not float32 (2, 4))."
-    )
+    for text in ("1 missing (0.bias); 1 left over (extra); ", "2.weight is float32 (1,), not float32 (2, 4)"):
+        assert text in str(error.value)
     with pytest.raises(ValueError, match="5 missing "):  # an emptied one is not one that has not begun
         fresh.load_state_dict({**state, "weights": {}})
 
@@ -261,27 +259,3 @@ def test_keys_that_contradict_each_other_are_named():
     both = EMAConfig(enabled=True, half_life="1000ba", decay=0.9)
     assert both.problems() == [("ema.half_life", "1000ba and ema.decay: 0.9 exclude each other.")]
     assert [key for key, _ in EMAConfig(half_life="10ba").problems()] == ["ema.enabled"]
-
-
-def test_shards_are_averaged_where_they_lie():
-    """A DTensor on a mesh of one: the average is of its local part, and no collective is needed."""
-    from torch.distributed import destroy_process_group, init_process_group, is_initialized
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    if begun_here := not is_initialized():  # Composer may have done it in another test
-        init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    try:
-        model = nn.Linear(4, 2, bias=False)
-        mesh = init_device_mesh("cpu", (1,))
-        model.weight = nn.Parameter(distribute_tensor(model.weight.data, mesh, [Shard(0)]))
-        ema = EMA(EMAConfig(True, decay=0.5))
-        ema.bind(model)
-        ema._begin()
-        lerp_(list(ema.weights.values()), ema._weights_on_average_device(), 0.5)
-        assert type(ema.weights["weight"]) is torch.Tensor
-        with ema.applied():
-            assert torch.equal(model.weight.to_local(), model.weight.full_tensor())
-    finally:
-        if begun_here:
-            destroy_process_group()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import shutil
@@ -12,16 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import ROOT, started, tree
 from exported_runs import CASES, OF_RUNS, drawn_elsewhere, drawn_here
 from hub_server import TOKEN, Hub
-from PIL import Image
 from safetensors.torch import load_file
-from torch import nn
 
 import benchmark
 import eval as scoring
@@ -31,8 +27,6 @@ from common.files import atomic_folder
 from evaluation import sources
 from families import load_family, pipeline_files
 from families.encoders import ModelConfig
-from families.objectives import ObjectiveConfig
-from model import build_model
 from reports.model_card import python_blocks
 from training import initial_weights
 from weights import published
@@ -43,13 +37,7 @@ pytestmark = pytest.mark.timeout(120, func_only=True)
 
 SHAPES = CASES["shapes"]
 SHORT = ("max_duration=2ba", "save.every_images=1000", "measure.warmup_batches=1", "measure.window_batches=1")
-CAPTIONS = (
-    "",
-    "a large RED triangle, at the top!",
-    "wow!! (so) don't -- 50% 'quoted' !?",
-    "long " * 60,
-    "Å naïve café",
-)
+CAPTIONS = ("", "a large RED triangle, at the top!", "wow!! don't -- 50% 'quoted' !?", "long " * 60, "Å naïve café")
 
 
 def train(runs: Path, name: str, *words: str) -> Path:
@@ -100,7 +88,6 @@ def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run
     others = {name: words for name, words in CASES.items() if name != "shapes"}
     runs = {"shapes": run} | {name: train(tmp_path / "runs", name, *words, *SHORT) for name, words in others.items()}
     outs = {name: exported(one, tmp_path / name) for name, one in runs.items()}
-    facts = {name: json.loads((out / "export.json").read_text()) for name, out in outs.items()}
     images = drawn_elsewhere(outs, tmp_path, num_prompts=2)
     for name, image in images.items():
         ours = drawn_here(runs[name], num_prompts=2)
@@ -114,32 +101,13 @@ def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run
     zero = json.loads((outs["sd2_zero_snr"] / "scheduler/scheduler_config.json").read_text())
     expected = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing", "prediction_type": "v_prediction"}
     assert expected.items() <= zero.items()
-    # And back: eval.py reads the network and size of an export from it; its first image is that of the run.
-    for name in ("shapes", "sd2_mlperf", "sdxl", "flux_dev"):
-        keys = [f"eval.{key}={facts[name][key]}" for key in ("sampler", "steps", "guidance")]
-        words = [f"images={tmp_path}/look/{name}", f"prompts=[{export.caption_of(runs[name])}]", *keys]
-        assert scoring.main([str(outs[name]), *words]) == 0, name
-        [path] = (tmp_path / "look" / name).glob("0*.png")
-        drawn = torch.from_numpy(np.asarray(Image.open(path)) / 255.0).permute(2, 0, 1)
-        assert drawn.shape == images[name][1].shape and float((drawn - images[name][1]).abs().max()) < 1.5 / 255, name
-
-    of_videos = sources.find_source(str(outs["wan_t2v"]), ModelConfig(), with_encoders=True)
-    assert sources.model_keys_of_export(of_videos)["num_frames"] == 5
-
     # mlperf begins with its own export, and with no other.
-    def misfits(variant: str, name: str, prediction: str | None) -> list[str]:
-        config = ModelConfig(preset="tiny", variant=variant, denoiser=str(outs[name]))
-        return [problem.text for problem in initial_weights.problems(config, prediction)]
-
-    own = ModelConfig(preset="tiny", variant="mlperf")
-    model = build_model(own, ObjectiveConfig(), size=(64, 64), normalize="unit", seed=0)
-    initial_weights.load(model, str(outs["sd2_mlperf"]))
-    assert fingerprint(model.denoiser) == facts["sd2_mlperf"]["denoiser_fingerprint"]
-    assert misfits("mlperf", "sd2_mlperf", None) == []
-    text = "has _class_name UNet2DConditionModel, this model's has UNet2DConditionMixedNorms: it is of another"
-    assert text in "\n".join(misfits("mlperf", "sd2_stock", "v"))
-    text = "has norm_num_groups 4, this model's has 8: it is of another model."
-    assert text in "\n".join(misfits("stock", "sd2_mlperf", "epsilon"))
+    own, of_videos = ModelConfig(preset="tiny", variant="mlperf", denoiser=str(outs["sd2_mlperf"])), outs["wan_t2v"]
+    assert initial_weights.problems(own, None) == []
+    other = ModelConfig(preset="tiny", variant="mlperf", denoiser=str(outs["sd2_stock"]))
+    assert "it is of another" in initial_weights.problems(other, "v")[0].text
+    source = sources.find_source(str(of_videos), ModelConfig(), with_encoders=True)
+    assert sources.model_keys_of_export(source)["num_frames"] == 5
 
 
 @pytest.mark.parametrize(("name", "variant"), [("shapes", "stock"), ("sd2", "stock"), ("sd2", "sd15")])
@@ -168,9 +136,8 @@ def test_an_ldm_file_is_read_back_by_ours_and_by_diffusers_as_it_was(run, folder
     networks = {label: (module, family.network_names()[label](module)) for label, module in modules.items()}
     assert published.find_problems(file, networks) == [] == published.load_networks(file, networks)
     for kind, label, part in ((UNet2DConditionModel, "denoiser", "unet"), (AutoencoderKL, "vae", "vae")):
-        modules[f"their {label}"] = kind.from_single_file(
-            file, config=str(folder), subfolder=part, local_files_only=True
-        )
+        ways = dict(config=str(folder), subfolder=part, local_files_only=True)
+        modules[f"their {label}"] = kind.from_single_file(file, **ways)
     for label, module in modules.items():
         assert fingerprint(module) == facts[f"{label.removeprefix('their ')}_fingerprint"]
 
@@ -179,21 +146,10 @@ def test_weights_stored_in_half_precision_are_rounded_and_nothing_else(run, fold
     half = exported(run, tmp_path / "half", "dtype=bf16")
     stored = [load_file(out / "unet/diffusion_pytorch_model.safetensors") for out in (folder, half)]
     assert all(torch.equal(stored[0][name].bfloat16(), tensor) for name, tensor in stored[1].items())
-    card = (half / "README.md").read_text()
-    assert ", torch_dtype=torch.bfloat16)" in card and "- Its weights are rounded to bf16" in card
+    assert ", torch_dtype=torch.bfloat16)" in (half / "README.md").read_text()
     text = r"^dtype: fp16, but unet.x has values beyond 65,504. Say dtype=bf16, or fp32\.$"
     with pytest.raises(ValueError, match=text):
         pipeline_files.cast_for_storage("unet.x", torch.tensor([1e5]), "fp16")
-
-
-def test_a_network_without_a_class_of_diffusers_is_refused():
-    class Other(nn.Linear):
-        pass
-
-    family = load_family("shapes", "tiny", "stock")
-    text = r"^denoiser: a Other of shapes is no class of diffusers or transformers, and no"
-    with pytest.raises(ValueError, match=text):
-        pipeline_files.collect_networks(family, Other(1, 1), family.build_encoders())
 
 
 # --- back again ---
@@ -226,15 +182,6 @@ def test_a_run_begins_with_an_export_and_an_evaluation_scores_it_as_the_run(mini
     assert summaries[0]["vae_fingerprint"] == summaries[1]["vae_fingerprint"]
 
 
-@pytest.mark.slow
-def test_a_run_without_ema_has_training_weights_alone(tmp_path, capsys):
-    run = train(tmp_path, "plain", *SHAPES, *SHORT, "ema.enabled=false", "ema.decay=null")
-    assert json.loads((exported(run, tmp_path / "a") / "export.json").read_text())["weights"] == "training"
-    newest = list_checkpoints(run / "checkpoints", WEIGHTS)[0]
-    text = f"weights: ema, but {newest} has no EMA weights. Say weights=training."
-    assert refused(capsys, run, tmp_path / "b", "weights=ema") == text
-
-
 # --- which weights ---
 
 
@@ -244,9 +191,6 @@ def test_the_newest_snapshot_one_by_name_and_a_full_checkpoint_are_taken(run, ch
     assert export.find_checkpoint(run, "last") == weights[0] and export.find_checkpoint(run, "im16") == weights[1]
     assert export.find_checkpoint(run, "ba2") == full[1]
     assert export.find_run(str(weights[1])) == (run, weights[1])
-    assert refused(capsys, weights[1], "out", "snapshot=ba2") == (
-        f"snapshot: ba2, but {weights[1]} is one. Give the run's folder, or leave it out."
-    )
     assert export.find_run(str(run)) == export.find_run(str(run / "checkpoints")) == (run, None)
     (change / "checkpoints" / weights[0].name).unlink()
     assert export.find_checkpoint(change, "last").name == full[0].name  # newer than the snapshot that is left
@@ -266,7 +210,7 @@ def test_sources_that_are_no_run_are_refused(run, change, tmp_path, capsys):
         ([tmp_path, out], f"{tmp_path} is not a run: {tmp_path} has no config.yaml. Give a run (runs/NAME), or"),
         ([lost, out], f"{lost} is not in a run's folder: {tmp_path.parent} has no "),
         ([run], f"export.py: {run}. Give a run and a folder or file: python export.py runs/NAME OUT."),
-        ([change, out], f"{change} has no snapshot or checkpoint to export. Train it with save.every_im"),
+        ([change, out], f"{change} has no snapshot or checkpoint to export. "),
     ):
         assert refused(capsys, *words).startswith(text)
     assert not out.exists()
@@ -306,27 +250,18 @@ def test_an_earlier_export_of_the_run_is_replaced_and_nothing_else(run, folder, 
     assert changed == {"export.json", "README.md", "unet/diffusion_pytorch_model.safetensors"}
     assert not list(tmp_path.glob(".*"))
     file = exported(run, tmp_path / "one.safetensors")
-    mask = os.umask(0)
-    os.umask(mask)
-    assert export.output_problem(file, run) is None and file.stat().st_mode & 0o777 == 0o666 & ~mask
-
     starts = (change / "starts.jsonl").read_text()
     (change / "starts.jsonl").write_text(re.sub(r'"run_id": "\w+"', '"run_id": "another"', starts))
     (out / "notes.txt").touch()
-    (tmp_path / "empty.safetensors").touch()
-    of_another = " exists and is an export of another run, shapes. Give another name, or remove it."
     for source, target, text in (
-        (change, folder, of_another),
-        (change, file, of_another),
+        (change, folder, " exists and is an export of another run, shapes. Give another name, or remove it."),
+        (change, file, " exists and is an export of another run, shapes."),
         (run, run, " exists and is no export."),
-        (run, tmp_path / "empty.safetensors", " exists and is no export."),
         (run, out, " exists and has files that no export has: notes.txt."),
         (run, tmp_path / "a.ckpt", ": no .ckpt file is written."),
     ):
         assert refused(capsys, source, target).startswith(f"{target}{text}")
     assert tree(out) == {**after, "notes.txt": b""}
-    (tmp_path / "empty").mkdir()
-    assert export.output_problem(tmp_path / "empty", run) is None
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])
@@ -362,11 +297,6 @@ def test_a_killed_export_leaves_no_half_folder_and_the_next_one_cleans_up(tmp_pa
     with atomic_folder(place) as folder:
         (folder / "b").touch()
     assert tree(tmp_path) == {"out [1].x/b": b""}
-    for before in (place, tmp_path / f".out [1].x.before.{process.pid}.tmp"):  # as if killed while it replaced one
-        place.rename(before)
-        with pytest.raises(ZeroDivisionError), atomic_folder(place):
-            1 / 0  # noqa: B018
-        assert tree(tmp_path) == {"out [1].x/b": b""}
 
 
 # --- the card ---
@@ -403,12 +333,7 @@ def test_an_export_is_uploaded_to_the_hub_and_read_back(hub: Hub, run, tmp_path,
     text = f"push_to_hub: easel/tiny, but no token is set for {name}. To write, log in: hf auth login, or set HF_TOKEN."
     assert refused(capsys, run, out, push) == text
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    for words, text in (
-        ([run, out, "push_to_hub=tiny"], "push_to_hub: 'tiny' is not a model's name. Possible: OWNER/NAME."),
-        ([run, f"{out}.safetensors", push], f"push_to_hub: easel/tiny, but {out}.safetensors is a single file."),
-        ([run, out, "private=false"], "private: false, but nothing is uploaded to the hub."),
-    ):
-        assert refused(capsys, *words).startswith(text)
+    assert refused(capsys, run, out, "push_to_hub=tiny").startswith("push_to_hub: 'tiny' is not a model's name.")
     assert not out.exists() and hub.asked == []
 
     exported(run, out, push)
@@ -423,8 +348,6 @@ def test_an_export_is_uploaded_to_the_hub_and_read_back(hub: Hub, run, tmp_path,
     (out / "README.md").write_text("another\n")  # the model is replaced, and stays private
     upload(out, "easel/tiny", private=False, message="again")
     assert model.commits[model.refs["main"]] == tree(out) and model.private
-    for token, status, code in (("hf_wrong", 200, 401), (TOKEN, 503, 503)):
-        monkeypatch.setenv("HF_TOKEN", token)
-        hub.status = status
-        with pytest.raises(ValueError, match=f"^push_to_hub: easel/tiny: {name} did not take it .HTTP {code}.. "):
-            upload(out, "easel/tiny", private=True, message="again")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(ValueError, match=f"^push_to_hub: easel/tiny: {name} did not take it .HTTP 401.. "):
+        upload(out, "easel/tiny", private=True, message="again")

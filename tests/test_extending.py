@@ -8,17 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT, TINY_RUN
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoints import newest, same_training
 
 import benchmark
 from common.plugins import parse_plugin
-from families.objectives import DiscreteDiffusion, ObjectiveConfig, RectifiedFlow, build_objective
 
 EXAMPLES = ROOT / "tests/examples"
-RAISED = "ZeroDivisionError: division by zero"
 COUNTER = """
 from composer import Algorithm, Event
 class Counter(Algorithm):
@@ -54,8 +51,6 @@ class Odd(Callback):
     def state_dict(self): return {'a': [numpy.float64(1.0)]}
 class Bare(Family):
     def __init__(self, preset, variant): pass
-class Bad(Callback):
-    def __init__(self): raise RuntimeError('no\\nluck')
 """
 pytestmark = pytest.mark.timeout(120, func_only=True)
 
@@ -98,22 +93,11 @@ def test_a_loss_and_a_callback_from_outside_reach_the_loss_and_the_loggers(tmp_p
     assert run(tmp_path, "own", *words) == 0
     assert f"next: python export.py {tmp_path}/own OUT\n" in capsys.readouterr().err
     loss = json.loads((tmp_path / "own/summary.json").read_text())["loss"]
-    assert (
-        loss < 0.1
-    )  # Huber's of an untrained network, 0.1 (|e| - 0.05) for an error of 1; the squared error is near 1
+    # Huber's of an untrained network, 0.1 (|e| - 0.05) for an error of 1; the squared error is near 1.
+    assert loss < 0.1
     events = EventAccumulator(str(next((tmp_path / "own/tensorboard").rglob("events.*")).parent)).Reload()
     assert [event.step for event in events.Images("user/attention")] == [2, 4]
     assert all(0.0 < event.value < 1.0 for event in events.Scalars("user/attention_max"))
-
-
-def test_the_losses_of_huber_are_torchs_and_those_of_the_base_the_mean_squared_error():
-    prediction, target = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    own = build_objective(ObjectiveConfig(prediction="v", name=f"{EXAMPLES}/my_loss.py:Huber(delta=0.5)"))
-    expected = [torch.nn.HuberLoss(delta=0.5)(p, t) for p, t in zip(prediction, target, strict=True)]
-    torch.testing.assert_close(own.losses(prediction, target), torch.stack(expected))
-    plain = build_objective(ObjectiveConfig(prediction="flow", timesteps="uniform", shift=1.0))
-    torch.testing.assert_close(plain.losses(prediction, target), ((prediction - target) ** 2).mean(dim=(1, 2, 3)))
-    assert isinstance(own, DiscreteDiffusion) and isinstance(plain, RectifiedFlow)
 
 
 def test_arguments_are_literals_in_pythons_or_yamls_words():
@@ -128,47 +112,19 @@ def test_arguments_are_literals_in_pythons_or_yamls_words():
     ("word", "message"),
     [
         ("model.family=FOLDER/none.py:A", "there is no file FOLDER/none.py (in "),
-        ("model.family=my_package.none:A", "there is no module my_package.none. Give path/to/file.py:Class"),
         ("model.family=FOLDER/good.py:MyDit", "FOLDER/good.py has no class MyDit. Did you mean MyDiT?"),
-        (
-            "model.family=torch.nn:Linear",
-            "torch.nn:Linear is not a subclass of families.spec.Family. Its bases: torch.",
-        ),
-        (
-            "model.family=FOLDER/good.py:MyDiT(depth=3)",
-            "FOLDER/good.py:MyDiT: got an unexpected keyword argument 'depth'",
-        ),
-        (
-            "model.family=FOLDER/good.py:MyDiT(depth=)",
-            "the arguments (depth=) cannot be read. Possible: name=value, with",
-        ),
-        ("model.family=FOLDER/raises.py:A", f"FOLDER/raises.py raised {RAISED} (FOLDER/raises.py, line 2)."),
-        ("model.family=FOLDER/exits.py:A", "FOLDER/exits.py raised SystemExit: 3 (FOLDER/exits.py, line 1)."),
-        ("model.family=FOLDER/broken.py:A", "FOLDER/broken.py raised SyntaxError: "),
+        ("model.family=torch.nn:Linear", "torch.nn:Linear is not a subclass of families.spec.Family. "),
+        ("model.family=FOLDER/good.py:MyDiT(depth=3)", "FOLDER/good.py:MyDiT: got an unexpected keyword argument"),
+        ("model.family=FOLDER/good.py:MyDiT(depth=)", "the arguments (depth=) cannot be read."),
+        ("model.family=FOLDER/raises.py:A", "FOLDER/raises.py raised ZeroDivisionError: division by zero (FOLDER/"),
         ("model.family=FOLDER/own.py:Bare", "FOLDER/own.py:Bare does not define name, objective, pixels_per_latent"),
-        ("optimizer.name=lion", "'lion' is unknown. Possible: adamw, muon, or a class: package.module:Class."),
         ("optimizer.name=torch.optim:SGD(lr=0.5)", "lr is an argument of it. Give optimizer.lr instead."),
-        ("callbacks=['FOLDER/own.py:Bad']", "FOLDER/own.py:Bad raised RuntimeError: no luck (FOLDER/own.py, line 13)."),
-        (
-            'algorithms=[{"name":a}]',
-            "{'name': 'a'} does not name a class. Possible: a text, or {class: ..., args: {...}}.",
-        ),
-        ("loggers.classes=[3]", "'3' does not name a class. Give path/to/file.py:Class"),
         ("callbacks=five", "callbacks is 'five'. Possible: a list."),
-        (
-            "model.family=FOLDER/good.py:MyDiT objective.name=FOLDER/own.py:One",
-            "FOLDER/own.py:One is not a subclass of ",
-        ),
-        (
-            "model.variant=mlperf mlperf.enabled=true mlperf.division=closed callbacks=['FOLDER/own.py:Odd']",
-            "closed, but callbacks has a class of your own. Leave it out, or say mlperf.division=open.",
-        ),
     ],
 )
 def test_what_is_no_class_of_the_right_kind_is_refused_by_key_and_line(tmp_path, capsys, word, message):
     good = (EXAMPLES / "my_dit.py").read_text()
-    texts = {"raises": "import math\n1 / 0\n", "exits": "raise SystemExit(3)\n", "broken": "def f(:\n"}
-    for name, text in {"good": good, "own": OWN, **texts}.items():
+    for name, text in {"good": good, "own": OWN, "raises": "1 / 0\n"}.items():
         (tmp_path / f"{name}.py").write_text(text)
     assert run(tmp_path, "a", *word.replace("FOLDER", str(tmp_path)).split()) == 2
     problems = capsys.readouterr().err.replace(str(tmp_path), "FOLDER").splitlines()
@@ -193,11 +149,7 @@ def test_what_would_be_wrong_without_a_word_ends_the_run(tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
     for name, word, message in (
         ("a", "objective.name={}:One", "objective.name: losses() returned (). Return (8,), one loss a sample."),
-        (
-            "b",
-            "callbacks=['{}:Odd']",
-            "callbacks[0] Odd: its state_dict has a numpy.float64. Possible: tensors, numbers",
-        ),
+        ("b", "callbacks=['{}:Odd']", "callbacks[0] Odd: its state_dict has a numpy.float64. Possible: tensors"),
     ):
         assert run(tmp_path, name, word.format(tmp_path / "own.py")) == 1
         assert message in capsys.readouterr().err

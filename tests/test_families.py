@@ -51,20 +51,6 @@ SIZE = (96, 64)
 TRAINED = [("sd2", "stock"), ("sdxl", "stock"), ("flux", "dev"), ("shapes", "flow")]
 """Those that run whole: each network and each way of conditioning once."""
 TRAINED_ON_VIDEO = [("mochi", "stock"), ("hunyuan_video", "stock"), ("wan", "i2v")]
-DOES_NOT_FIT = [
-    (
-        "sd4",
-        "model.family: unknown family 'sd4'. Known: flux, flux2, hunyuan_video, mochi, prx, qwen_image, sana, sd2, sd3, ",
-    ),
-    ("flux image_size=[64,72]", "image_size: 64 x 72 px does not fit flux. Both sides have to be multiples of 16."),
-    ("sdxl objective.prediction=flow", "objective.prediction: sdxl cannot be trained on 'flow'. Possible: epsilon, v."),
-    ("flux objective.weighting=min_snr", "objective.weighting: min_snr, but a flow has no noise schedule that it"),
-    (
-        "flux samples.prompts=a.tsv samples.every_images=8 eval.sampler=ddim",
-        "eval.sampler: ddim does not sample a flow.",
-    ),
-]
-"""What does not fit a family, as words after `model.family=`, and the begin of its message."""
 CAPTIONS = ["a red circle", "a dog on a beach", "", "word " * 600]
 RECIPES = sorted((ROOT / "yamls").glob("*_synthetic*.yaml"))
 DECAY = 0.75
@@ -78,9 +64,7 @@ every_member = pytest.mark.parametrize(("name", "variant"), MEMBERS)
 every_network = pytest.mark.parametrize(("name", "variant"), [each for each in MEMBERS if each not in SAME_BLOCKS])
 
 
-def tiny(
-    name: str, variant: str, size: tuple[int, ...] = SIZE, weights: str = "random", **objective
-) -> LatentDiffusion:
+def tiny(name: str, variant: str, size: tuple[int, ...] = SIZE, weights="random", **objective) -> LatentDiffusion:
     """Return a tiny model on the CPU; of a family of videos one of three latent frames where no number is given."""
     config = ModelConfig(name, "tiny", variant, weights=weights)
     size = size if len(size) > 2 else with_frames(name, size, variant)
@@ -239,9 +223,8 @@ def test_the_same_noise_gives_the_same_images_twice(name, variant):
     noise = torch.randn(2, *model.family.latent_shape(size), generator=generator)
     columns = model.family.image_columns(size).items()
     condition = {n: torch.randn(2, *column.shape, generator=generator) for n, column in columns}
-    options = dict(
-        sampler=default_sampler(model.objective.prediction), steps=2, guidance=3.0, image_condition=condition
-    )
+    sampler = default_sampler(model.objective.prediction)
+    options = dict(sampler=sampler, steps=2, guidance=3.0, image_condition=condition)
     once, again = (model.generate(model.family.tokenize(CAPTIONS[:2]), noise, **options) for _ in range(2))
     assert once.shape == (2, 3, *size[2:], 64, 96) and bool(once.isfinite().all())
     assert 0.0 <= float(once.min()) < float(once.max()) <= 1.0 and torch.equal(once, again)
@@ -263,32 +246,6 @@ def test_the_speed_keys_apply_to_its_blocks_and_change_only_rounding(name, varia
         model.loss(model(batch), batch).backward()
     gradients, expected = ([p.grad for p in model.parameters()] for model in (fast, plain))
     torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-4)
-
-
-# --- what is given that does not fit ---
-
-
-def refused(capsys, *words: str) -> list[str]:
-    assert benchmark.main([*TINY_RUN, "data.synthetic=true", *words]) == 2
-    return capsys.readouterr().err.splitlines()
-
-
-@pytest.mark.parametrize(("words", "message"), DOES_NOT_FIT)
-def test_a_command_refuses_what_does_not_fit_the_family(words, message, capsys):
-    problems = refused(capsys, *f"model.family={words}".split())
-    assert any(problem.startswith(message) for problem in problems), problems
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(100, func_only=True)
-def test_moments_of_another_family_or_of_more_tokens_are_refused_with_both_named(stage, tmp_path, capsys):
-    out, small = tmp_path / "dev", ["model.preset=tiny", "image_size=64", "model.weights=random"]
-    assert latents.main([str(stage), str(out), *small, "model.family=flux", "model.variant=dev"]) == 0
-    words = ["data.synthetic=false", "data.stage=moments", f"data.remote={out}", "model.weights=random"]
-    problems = refused(capsys, *words, "model.family=sdxl")
-    assert f"model.family: sdxl, but the moments at {out} were made for flux. Use that value." in problems
-    [problem, *_] = refused(capsys, *words, "model.family=flux", "model.variant=schnell")
-    assert problem.startswith(f"data.remote: {out} has a column t5_tokens of ndarray:uint16:512, this run reads ")
 
 
 def resume_from_second_batch(words: list[str], runs: Path) -> None:
@@ -318,29 +275,6 @@ def test_every_family_has_a_recipe_that_the_preset_alone_makes_one_for_a_cpu(mon
     assert seen == FAMILIES.keys() - {"shapes"}  # the miniature's own is for a CPU
     assert benchmark.main([*words, "attention=cudnn"]) == 2
     assert capsys.readouterr().err == "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math.\n"
-
-
-def test_what_a_trial_on_a_cpu_leaves_out_is_said_and_recorded(tmp_path, capsys):
-    (tmp_path / "recipe.yaml").write_text("model: {family: shapes}\nattention: cudnn\ncompile: whole\n")
-    words = [str(tmp_path / "recipe.yaml"), *TINY_RUN, "data.synthetic=true", "max_duration=1ba"]
-    assert benchmark.main([*words, "measure.warmup_batches=0", f"run_folder={tmp_path}", "run_name=a"]) == 0
-    assert "attention=cudnn, compile=whole: left out for model.preset=tiny\n" in capsys.readouterr().err
-    assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["attention"] == "auto"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300, func_only=True)
-@pytest.mark.parametrize("recipe", [*RECIPES, None], ids=lambda at: at.stem if at else "shapes")
-def test_a_recipe_stays_finite_where_half_of_its_captions_are_dropped(recipe, tmp_path):
-    """In batches of one, whose caption is then the empty one alone; in small, since sizes do not matter to it."""
-    own = [str(recipe)] if recipe else ["data.synthetic=true", "model.family=shapes"]
-    family = yaml.safe_load(recipe.read_text())["model"]["family"] if recipe else "shapes"
-    frames = [f"num_frames={size[2]}"] if len(size := with_frames(family, (64, 64))) > 2 else []
-    words = [*own, *TINY_RUN, *frames, "compile=off", "attention=auto", "sharding=off", "global_batch_size=1"]
-    words += ["device_train_microbatch_size=1", "max_duration=40ba", "measure.window_batches=1"]
-    assert benchmark.main([*words, "objective.caption_dropout=0.5", f"run_folder={tmp_path}", "run_name=a"]) == 0
-    losses = [line["loss"] for line in lines(tmp_path / "a")]
-    assert len(losses) == 40 and all(0.0 < loss < 10.0 for loss in losses)
 
 
 # --- a run ---
@@ -401,11 +335,8 @@ def test_moments_and_stored_text_are_made_of_images_and_trained_on(image_run, st
     plain += ["save.every_images=0", "ema.decay=null", "data.shuffle=false"]
     first, moments = [], tmp_path / "moments"
     assert latents.main([str(stage), str(moments), *model, "store_text=true"]) == 0
-    for at, kind, text in (
-        (stage, "images", "encoded"),
-        (moments, "moments", "encoded"),
-        (moments, "moments", "stored"),
-    ):
+    for kind, text in (("images", "encoded"), ("moments", "encoded"), ("moments", "stored")):
+        at = stage if kind == "images" else moments
         own = [f"data.stage={kind}", f"data.remote={at}", f"data.text={text}", f"run_name={kind}-{text}"]
         assert benchmark.main([*words, *plain, *own]) == 0
         first.append(lines(runs / f"{kind}-{text}")[0]["loss"])
@@ -421,18 +352,15 @@ def test_a_run_is_exported_and_starts_another_or_is_refused_by_name(image_run, t
     if not has_pipeline:
         assert code == 2 and "is not exported: no pipeline of diffusers takes its parts" in capsys.readouterr().err
         return
-    assert code == 0 and (out / "model_index.json").is_file()
-    assert export.main([str(runs / "whole"), str(tmp_path / "a.safetensors")]) == 0
-    facts = json.loads((out / "export.json").read_text())
-    words = [*words, "data.synthetic=true", "max_duration=1ba"]
-    for name, own in (
-        ("second", [f"model.denoiser={out}", f"model.weights={out}"]),
-        ("third", [f"model.denoiser={tmp_path / 'a.safetensors'}"]),
-    ):
-        assert benchmark.main([*words, *own, f"run_name={name}"]) == 0
-        assert f"{own[0].replace('=', ': begins with ')}" in capsys.readouterr().err
-        summary = json.loads((runs / name / "summary.json").read_text())
-        assert summary["denoiser_start_fingerprint"] == facts["denoiser_fingerprint"]
+    own = [
+        "data.synthetic=true",
+        "max_duration=1ba",
+        f"model.denoiser={out}",
+        f"model.weights={out}",
+        "run_name=second",
+    ]
+    assert code == 0 and benchmark.main([*words, *own]) == 0
     first, second = (json.loads((runs / name / "summary.json").read_text()) for name in ("whole", "second"))
-    encoders = [key for key in first if key.endswith("_fingerprint") and not key.startswith("denoiser")]
-    assert len(encoders) >= 2 and all(first[key] == second[key] for key in encoders)
+    fingerprint = json.loads((out / "export.json").read_text())["denoiser_fingerprint"]
+    assert second["denoiser_start_fingerprint"] == fingerprint
+    assert first["vae_fingerprint"] == second["vae_fingerprint"]

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import with_frames
 from test_families import CAPTIONS, MEMBERS
-from test_plan import lines
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import benchmark
-from checkpointing.files import FULL, list_checkpoints, read_checkpoint
 from families.encoders import ModelConfig
 from families.objectives import ObjectiveConfig
 from model import AUTOCAST_DTYPES, LatentDiffusion, build_model
 from prepare.encoder import Encoder
-from training import memory
-from training.memory import Cost, measure_cost
+from training.memory import measure_cost
 
 SIZE = (96, 64)
 ON_CPU = ModelConfig("flux", "tiny", "schnell", weights="random", frozen_device="cpu")
@@ -130,40 +125,3 @@ def test_encoders_on_the_cpu_take_the_machines_memory_and_none_of_the_gpus_nor_o
     assert beside.flops_per_image == here.flops_per_image
     stored = measure_cost(ON_DEVICE, ObjectiveConfig(), **options, stored_text=True)
     assert apart.flops_per_image == stored.flops_per_image < beside.flops_per_image  # the network's alone
-
-
-APART = Cost(2**28, 2**32, 1e12, 0.5, 0.0, frozen_gib=0.0, frozen_host_gib=8.9)
-
-
-def test_a_plan_names_the_device_of_the_encoders_and_a_machine_without_room_for_them(monkeypatch):
-    printed = lines(APART)
-    assert "memory of the machine: 8.9 GiB for the frozen encoders of each rank" in printed
-    text = "compute: 1 TFLOP an image and training step (denoiser forward and backward, the encoders run on the CPU)"
-    assert text in printed
-    assert not any("frozen encoders" in line for line in lines(dataclasses.replace(APART, frozen_host_gib=0.0)))
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=64.0 * 2**30))
-    assert memory.host_memory_problem(APART, 6) is None
-    assert memory.host_memory_problem(APART, 8) == (
-        "cpu, and the frozen encoders of 8 processes need 71.2 GiB there; this machine has 64.0 free. Use device, or start "
-        "fewer processes on it."
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300, func_only=True)
-def test_a_run_resumes_with_and_without_a_grid_whose_pictures_alone_need_encoders(tmp_path):
-    (tmp_path / "captions.txt").write_text("a red circle\n")
-    grid = [f"samples.prompts={tmp_path}/captions.txt", "samples.every_images=2", "eval.samples=1", "eval.steps=2"]
-    words = ["model.family=sdxl", "model.preset=tiny", "data.synthetic=true", "data.stage=moments", "data.text=stored"]
-    words += ["image_size=64", "global_batch_size=2", "save.every_images=2", f"run_folder={tmp_path}"]
-    words += ["measure.warmup_batches=1", "measure.window_batches=1"]
-    all_three = {"encoders.vae", "encoders.text", "encoders.text_2"}
-    for name, batches, more, expected in (
-        ("first", 2, grid, all_three),
-        ("first", 3, [], all_three),  # what was known of them is compared later
-        ("later", 2, [], set()),
-        ("later", 3, grid, all_three),
-    ):
-        assert benchmark.main([*words, f"run_name={name}", f"max_duration={batches}ba", *more]) == 0
-        identity = read_checkpoint(list_checkpoints(tmp_path / name / "checkpoints", FULL)[0])["identity"]
-        assert {key for key in identity if key.startswith("encoders.")} == expected

@@ -1,7 +1,4 @@
-"""Runs on two ranks of which one is stopped, slow, wrong or given other words: what the run says, and how it ends.
-
-tests/more_health_runs.py has more of them.
-"""
+"""Runs on two ranks of which one is stopped, slow, wrong or given other words: what the run says, and how it ends."""
 
 from __future__ import annotations
 

@@ -46,9 +46,8 @@ def test_a_run_saves_and_averages_its_adapter_alone_and_resumes_bit_for_bit(name
         assert content["identity"]["lora.rank"] == RANK and content["identity"]["denoiser_start"]
     for key, average in contents[0]["ema"]["weights"].items():
         assert contents[0]["model"][key].any()
-        expected = (
-            DECAY * contents[1]["ema"]["weights"][key].double() + (1 - DECAY) * contents[0]["model"][key].double()
-        )
+        one, two = contents[1]["ema"]["weights"][key].double(), contents[0]["model"][key].double()
+        expected = DECAY * one + (1 - DECAY) * two
         torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-7)
     resume_from_second_batch(words, tmp_path)
 
@@ -107,34 +106,12 @@ def test_a_merged_export_is_base_plus_product_and_an_adapter_is_written_alone(tu
         torch.testing.assert_close(alpha / RANK * up @ down, product)
     facts = json.loads((merged / "export.json").read_text())
     assert facts["lora"]["rank"] == RANK and facts["weights"] == "ema" and facts["denoiser_start"] == str(base)
-    card = (merged / "README.md").read_text()
-    assert f"as a LoRA adapter of rank {RANK}, merged into it, on 32 images" in card
-    assert "| `lora.alpha` | `2.0` |" in card
-
-    # eval.py draws the same from the run, whose model has the adapter beside its base, as from the merged export.
     drawn, options = [], [f"eval.{key}={facts[key]}" for key in ("sampler", "steps", "guidance")]
-    for number, at in enumerate((folder, merged)):
-        words = [str(at), f"images={tmp_path}/{number}", "prompts=[a red circle]", *options]
-        assert scoring.main(words) == 0, capsys.readouterr().err
+    for number, at in enumerate((folder, merged)):  # eval.py has the adapter beside its base in the run
+        assert scoring.main([str(at), f"images={tmp_path}/{number}", "prompts=[a red circle]", *options]) == 0
         [path] = (tmp_path / str(number)).glob("0*.png")
         drawn.append(np.asarray(Image.open(path)).astype(int))
     assert np.abs(drawn[0] - drawn[1]).max() <= 1 and drawn[0].std() > 10
-
-
-def test_an_export_with_another_base_is_refused_and_one_that_has_moved_is_taken(tuned, tmp_path, capsys):
-    base, folder = tuned
-    snapshot, other = list_checkpoints(folder / "checkpoints", WEIGHTS)[0], other_base(base, tmp_path / "other")
-    trained_on = json.loads((folder / "summary.json").read_text())["denoiser_start_fingerprint"]
-    moved = f"model.denoiser={shutil.copytree(base, tmp_path / 'moved')}"
-    drawing = [f"images={tmp_path / 'look'}", "prompts=[a red circle]"]
-    for command, words in ((export, [tmp_path / "out"]), (scoring, drawing)):
-        text = said_in_refusal(command, capsys, folder, *words, f"model.denoiser={other}")
-        assert f"but the adapter in {snapshot} was trained on {trained_on}. Give that base, or another run." in text
-        assert command.main([str(word) for word in (folder, *words, moved)]) == 0
-    text = said_in_refusal(export, capsys, folder, tmp_path / "again", f"model.denoiser={tmp_path / 'gone'}")
-    assert text.startswith(f"model.denoiser: {tmp_path / 'gone'}") and "\n" not in text
-    text = said_in_refusal(scoring, capsys, folder.parent / "first", *drawing, f"model.denoiser={base}")
-    assert " has no adapter, and needs no base. " in text
 
 
 def test_a_run_resumes_only_with_its_rank_and_its_base(tuned, tmp_path, capsys):
@@ -149,6 +126,8 @@ def test_a_run_resumes_only_with_its_rank_and_its_base(tuned, tmp_path, capsys):
     full = list_checkpoints(copy / "checkpoints", FULL)[0]
     text = said_in_refusal(benchmark, capsys, copy / "config.yaml", f"run_folder={tmp_path}", "max_duration=6ba")
     assert f"but the adapter in {full} was trained on" in text and "Give that base, or another run." in text
+    text = said_in_refusal(export, capsys, folder, tmp_path / "out", f"model.denoiser={other}")
+    assert "was trained on" in text and "Give that base, or another run." in text
 
 
 def test_an_adapter_cannot_initialize_a_network_and_other_runs_have_none(tuned, tmp_path, capsys):
@@ -156,17 +135,12 @@ def test_an_adapter_cannot_initialize_a_network_and_other_runs_have_none(tuned, 
     file, snapshot = tmp_path / "adapter.safetensors", list_checkpoints(folder / "checkpoints", WEIGHTS)[0]
     assert export.main([str(folder), str(file), "lora=separate"]) == 0
     words = ["model.preset=tiny", "model.family=sdxl", "data.synthetic=true", "image_size=64", "global_batch_size=8"]
-    first, separate = folder.parent / "first", "lora=separate"
+    first, out = folder.parent / "first", tmp_path / "x.safetensors"
     for command, arguments, text in (
         (benchmark, [*words, f"model.denoiser={snapshot}"], f"{snapshot} holds an adapter alone (lora.rank={RANK}). "),
         (benchmark, [*words, f"model.denoiser={file}"], f"{file} holds a LoRA adapter alone, which cannot initialize "),
-        (
-            export,
-            [folder, tmp_path / "out", "lora=comfyui"],
-            f"lora: comfyui, but {tmp_path / 'out'} is not a file name",
-        ),
-        (export, [first, tmp_path / "x.safetensors", separate], f"lora: separate, but {first} has no adapter"),
-        (export, [first, tmp_path / "x", f"model.denoiser={base}"], f"{first} has no adapter, and needs no base. "),
+        (export, [first, out, "lora=separate"], f"lora: separate, but {first} has no adapter"),
+        (export, [first, out, f"model.denoiser={base}"], f"{first} has no adapter, and needs no base. "),
     ):
         assert text in said_in_refusal(command, capsys, *arguments)
 
@@ -195,9 +169,8 @@ def test_an_adapter_is_uploaded_under_diffusers_name_with_a_card(tuned, hub: Hub
 
 # --- recipes ---
 
-OF_FINE_TUNING = sorted(
-    path.name for kind in ("finetune", "dreambooth") for path in (ROOT / "yamls").glob(f"{kind}*.yaml")
-)
+KINDS = ("finetune", "dreambooth")
+OF_FINE_TUNING = sorted(path.name for kind in KINDS for path in (ROOT / "yamls").glob(f"{kind}*.yaml"))
 
 
 @pytest.mark.parametrize("name", [name for name in OF_FINE_TUNING if "sd2" not in name])

@@ -20,7 +20,7 @@ from families.encoders import ModelConfig
 from families.objectives import ObjectiveConfig
 from training import muon
 from training.memory import measure_cost
-from training.muon import hidden_weights, orthogonalize, problems
+from training.muon import hidden_weights, problems
 from training.optimizer import OptimizerConfig, build_optimizer
 from weights.tensors import build_on_meta
 
@@ -77,13 +77,6 @@ def test_a_step_is_that_of_a_newton_schulz_iteration_in_float64_and_as_large_as_
         assert 0.1 < step.square().mean().sqrt() < 0.25
 
 
-def test_the_singular_values_become_about_one():
-    matrix = gradients(Blocks(), 3)[4]
-    left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-    values = (left.T @ orthogonalize(matrix.bfloat16()).double() @ right.T).diagonal()
-    assert values.min() > 0.65 and values.max() < 1.25
-
-
 def test_on_matrices_it_is_torchs_muon_and_on_the_rest_torchs_adamw_bit_for_bit(monkeypatch):
     monkeypatch.setattr(muon, "iteration_dtype", lambda device: torch.bfloat16)
     ours, reference = Blocks(), Blocks()
@@ -115,15 +108,13 @@ def test_adamw_has_the_first_and_last_layers_embeddings_norms_and_tables(family,
     hidden = set(map(id, hidden_weights(denoiser)))
     names = {name for name, p in denoiser.named_parameters() if p.ndim >= 2 and id(p) not in hidden}
     names = {name for name in names if not name.endswith("scale_shift_table")}  # of Wan
-    assert {next((each for each in outside.split() if name.startswith(each)), name) for name in names} == set(
-        outside.split()
-    )
+    expected = outside.split()
+    assert {next((each for each in expected if name.startswith(each)), name) for name in names} == set(expected)
 
 
 def test_the_planned_memory_of_the_states_is_what_they_take():
-    traced = measure_cost(
-        ModelConfig("shapes", "tiny", "flow"), ObjectiveConfig(), stage="moments", size=(32, 32), precision="fp32"
-    )
+    config = ModelConfig("shapes", "tiny", "flow")
+    traced = measure_cost(config, ObjectiveConfig(), stage="moments", size=(32, 32), precision="fp32")
     denoiser = load_family("shapes", "tiny", "flow").build_denoiser()
     optimizer = build_optimizer(CONFIG, denoiser, 8)
     for parameter in denoiser.parameters():
@@ -177,9 +168,8 @@ def test_a_run_resumes_bit_for_bit(tmp_path):
 
 
 def test_what_muon_does_not_go_with_is_refused():
-    text = "but muon keeps its states in float32. Leave it out, or say optimizer.name=adamw."
     config = OptimizerConfig(name="muon", betas=(0.9, 0.95), states="8bit", rounding="nearest")
-    assert config.problems() == [("optimizer.states", f"8bit, {text}"), ("optimizer.rounding", f"nearest, {text}")]
+    assert [key for key, _ in config.problems()] == ["optimizer.states", "optimizer.rounding"]
     assert problems(CONFIG, "bf16", has_adapter=False) == []
     assert problems(OptimizerConfig(), "bf16_params", has_adapter=True) == []
     assert [key for key, _ in problems(CONFIG, "bf16_params", has_adapter=True)] == ["precision", "lora.rank"]

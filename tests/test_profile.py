@@ -33,7 +33,6 @@ def test_a_run_leaves_a_trace_and_a_table_of_the_requested_steps(run):
     assert sum(each["name"].startswith("ProfilerStep#") for each in trace["traceEvents"]) == 2
     about, table = (run / "profile" / "table.txt").read_text().split("\n\n", 1)
     assert "start: 1\n" in about and "batches: [4, 5]" in about and "device: CPU" in about
-    assert all(f"{key}: " in about for key in ("commit", "async_loss", "compile", "device_train_microbatch_size"))
     assert "aten::convolution_backward" in table and "Self CPU time total" in table
 
 
@@ -64,18 +63,6 @@ def test_a_start_too_short_for_its_profile_reports_it_and_keeps_an_earlier_one(t
 
 
 # --- its keys ---
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("profile.start_batch=5", "profile.start_batch: 5, but profile.batches=0."),
-        ("profile.batches=3 profile.start_batch=6", "profile.batches: 3 after 6, but the run has 8 batches."),
-    ],
-)
-def test_impossible_profiles_are_named_before_the_run(words, text, capsys):
-    assert benchmark.main([*TINY_RUN, "--use_synth_data", "max_duration=64sp", *words.split()]) == 2
-    assert text in capsys.readouterr().err
 
 
 def test_the_last_batches_can_be_recorded_and_nothing_is_unless_requested():

@@ -27,22 +27,14 @@ TINY_UNETS = {
     "sd2": dict(use_linear_projection=True, cross_attention_dim=16),
     "sd15": dict(use_linear_projection=False, cross_attention_dim=24),
 }
-SHAPES = {
-    "four levels": dict(block_out_channels=(8, 16, 16, 16)),
-    "two levels": dict(
-        block_out_channels=(8, 16),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ),
-}
 
 
-def tiny_unet(kind: str, shape: str = "four levels") -> nn.Module:
+def tiny_unet(kind: str) -> nn.Module:
     from diffusers import UNet2DConditionModel
 
     torch.manual_seed(0)
-    sizes = dict(attention_head_dim=2, norm_num_groups=4, layers_per_block=2)
-    return UNet2DConditionModel(**sizes, **TINY_UNETS[kind], **SHAPES[shape])
+    sizes = dict(attention_head_dim=2, norm_num_groups=4, layers_per_block=2, block_out_channels=(8, 16, 16, 16))
+    return UNet2DConditionModel(**sizes, **TINY_UNETS[kind])
 
 
 def tiny_text(layers: int = 2, width: int = 16, act: str = "gelu") -> nn.Module:
@@ -104,10 +96,9 @@ def assert_equal(tensors: nn.Module | Mapping[str, torch.Tensor], expected: nn.M
 # --- names ---
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", TINY_UNETS)
-def test_unet_names_are_those_of_diffusers_converter(kind, shape):
-    module = tiny_unet(kind, shape)
+def test_unet_names_are_those_of_diffusers_converter(kind):
+    module = tiny_unet(kind)
     tensors = as_ldm({"denoiser": (module, ldm_names.unet(module))})
     assert_equal(single_file_utils.convert_ldm_unet_checkpoint(tensors, dict(module.config)), module)
 
@@ -222,10 +213,6 @@ def save_folder(root: Path, networks=None, **how) -> str:
     return str(root)
 
 
-def copy_tokenizer(folder: Path, root: Path) -> Path:
-    return shutil.copytree(folder, root / "tokenizer")
-
-
 @pytest.mark.parametrize("kind", [".ckpt", ".safetensors", "folder", "folder with pickles"])
 def test_all_networks_come_out_of_a_file_or_folder_as_they_went_in(tmp_path, kind):
     source, target = tiny_networks(1), tiny_networks(2)
@@ -236,20 +223,6 @@ def test_all_networks_come_out_of_a_file_or_folder_as_they_went_in(tmp_path, kin
     assert published.find_problems(path, target) == [] == published.load_networks(path, target)
     for label in target:
         assert_equal(target[label][0], source[label][0])
-
-
-def test_the_attention_of_a_vae_may_have_its_older_names(tmp_path):
-    source, target = tiny_networks(1), tiny_networks(2)
-    path, tensors = save_folder(tmp_path, source), {}
-    older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
-    for name, tensor in source["vae"][0].state_dict().items():
-        for new, old in older.items():
-            name = name.replace(f".{new}.", f".{old}.")
-        tensors[name] = tensor
-    assert "encoder.mid_block.attentions.0.proj_attn.weight" in tensors
-    save_file(tensors, tmp_path / "vae/diffusion_pytorch_model.safetensors")
-    assert published.load_networks(path, target) == []
-    assert_equal(target["vae"][0], source["vae"][0])
 
 
 def test_a_text_encoder_may_have_the_names_of_each_version_of_transformers(tmp_path):
@@ -288,12 +261,8 @@ def test_config_json_is_compared_where_no_shape_shows_it(tmp_path):
         file.write_text(old)
         return "\n".join(texts)
 
-    assert problems("vae", scaling_factor=0.13025) == (
-        f"vae: {path}/vae/config.json has scaling_factor 0.13025, this model's has 0.18215: it is of another model. "
-        "Give this model's."
-    )
+    assert "has scaling_factor 0.13025, this model's has 0.18215" in problems("vae", scaling_factor=0.13025)
     assert "hidden_act quick_gelu, this model's has gelu" in problems("text_encoder", hidden_act="quick_gelu")
-    assert "[2, 2, 2, 4], this model's has (2, 2, 2, 2)" in problems("unet", attention_head_dim=[2, 2, 2, 4])
     assert problems("unet", attention_head_dim=2) == problems("vae", scaling_factor=None) == ""
     (tmp_path / "vae/config.json").write_text("{")
     [text] = published.find_problems(path, target)
@@ -320,46 +289,34 @@ def test_missing_left_over_and_misshapen_tensors_are_listed_by_their_names_in_th
     tensors[f"{prefix}encoder.conv_in.bias"] = torch.ones(9)
     tensors[f"{prefix}quant_conv.bias"] = torch.ones(8).to(torch.int8)
     tensors = {name: tensor for name, tensor in tensors.items() if "resblocks.0." not in name}
-    path, end = write(tensors, tmp_path / "w.ckpt"), "Give the weights of this model in this size."
-    vae, text = problems(path)
-    assert vae == (
-        f"vae: {path} does not fit: 1 missing (first_stage_model.decoder.up.3.block.0.conv1.weight); "
-        "1 left over (first_stage_model.encoder.extra); 1 of another shape (first_stage_model.encoder.conv_in.bias is "
-        f"(9,), wanted (8,)); 1 of no floating-point type (first_stage_model.quant_conv.bias is int8). {end}"
-    )
-    assert text.startswith(f"text: {path} does not fit: 12 missing (cond_stage_model.model.transformer.resblocks.0.")
-    assert "resblocks.0.attn.in_proj_weight" in text and text.endswith(f" and 2 more). {end}")
-    wide = tiny_text(width=32)
-    path = write(as_ldm({"text": (wide, ldm_names.open_clip_text(wide))}), tmp_path / "w.safetensors")
-    [text] = problems(path, {"text": tiny_networks(2)["text"]})
-    assert "attn.in_proj_weight is (96, 32), wanted (48, 16)" in text
-    assert text.endswith(f" and 18 more). These are weights of another width. {end}")
+    vae, text = problems(write(tensors, tmp_path / "w.ckpt"))
+    for part in (
+        "1 missing (first_stage_model.decoder.up.3.block.0.conv1.weight); ",
+        "1 left over (first_stage_model.encoder.extra); ",
+        "1 of another shape (first_stage_model.encoder.conv_in.bias is (9,), wanted (8,)); ",
+        "1 of no floating-point type (first_stage_model.quant_conv.bias is int8). ",
+    ):
+        assert part in vae
+    assert "does not fit: 12 missing (cond_stage_model.model.transformer.resblocks.0." in text
 
 
 def test_files_and_folders_that_hold_something_else_are_named_with_what_they_have(tmp_path):
     assert problems(tmp_path / "none") == [
         f"{tmp_path}/none: there is no such file or folder. Give a diffusers folder or an LDM file."
     ]
-    assert "cannot be looked into (File name too long)" in problems("/" + "a" * 300)[0]
     vae = as_ldm({"vae": tiny_networks(1)["vae"]})
     bare = write({name.removeprefix("first_stage_model."): t for name, t in vae.items()}, tmp_path / "w.safetensors")
     [text] = problems(bare, {"vae": tiny_networks(2)["vae"]})
     assert text.startswith(f"vae: {bare} has no first_stage_model.*. It has decoder.conv_in (2), ")
     folder = tmp_path / "folder"
     (folder / "unet").mkdir(parents=True)
-    (folder / "README.md").touch()
-    assert problems(folder) == [
-        f"{folder}: has no vae/, text_encoder/. A diffusers folder has one for each network; this one has: README.md, "
-        "unet/. To load an LDM file, give its own path."
-    ]
+    assert problems(folder)[0].startswith(f"{folder}: has no vae/, text_encoder/. ")
     save_folder(folder)
     (folder / "text_encoder/model.safetensors").rename(folder / "text_encoder/flax_model.msgpack")
     file = folder / "unet/diffusion_pytorch_model.safetensors"
     file.write_text("version https://git-lfs.github.com/spec/v1\n")
     of_text, of_unet = problems(folder)
-    assert of_text.startswith(
-        f"text: {folder}/text_encoder has none of model.safetensors, pytorch_model.bin, or not all"
-    )
+    assert of_text.startswith(f"text: {folder}/text_encoder has none of model.safetensors, pytorch_model.bin")
     assert of_unet.startswith(f"denoiser: {file}: is text, not weights: ")
 
 
@@ -378,31 +335,16 @@ def tokenize(captions):
     return load_family("sd2", "tiny", "stock").tokenize(captions)["tokens"]
 
 
-def test_the_folders_tokens_are_ours_with_either_padding_and_another_or_missing_tokenizer_is_named(
-    tmp_path, vocabulary
-):
+def test_the_folders_tokens_are_ours_with_either_padding_and_others_are_named(tmp_path, vocabulary):
     def problem() -> str:
         return published.tokenizer_problem(str(tmp_path), tokenize)
 
     (tmp_path / "vae").mkdir()
-    text = problem()
-    assert text.startswith(f"tokenizer: {tmp_path}/tokenizer is missing, or is not a CLIPTokenizer's (")
-    assert text.endswith(". Copy the folder again, with vocab.json and merges.txt.")
-    folder = copy_tokenizer(vocabulary, tmp_path)
+    assert problem().startswith(f"tokenizer: {tmp_path}/tokenizer is missing, or is not a CLIPTokenizer's (")
+    folder = shutil.copytree(vocabulary, tmp_path / "tokenizer")
     for pad in ("!", "<|endoftext|>"):
         write_special(folder, pad)
         assert problem() is None
     write_special(folder, "a</w>")
     begin = f"tokenizer: {folder} gives other tokens than this model trains with: for "
     assert problem().startswith(f"{begin}'' token 2 is 320, ours is 0")
-    write_special(folder, "!")
-    numbers = json.loads((folder / "vocab.json").read_text())
-    numbers["horse</w>"], numbers["cat</w>"] = numbers["cat</w>"], numbers["horse</w>"]
-    (folder / "vocab.json").write_text(json.dumps(numbers))
-    assert problem() == (
-        f"{begin}'a photograph of an astronaut riding a horse' token 8 is 2368, ours is 4558. Give the weights of this "
-        "model, with their own tokenizer."
-    )
-    (folder / "merges.txt").unlink()
-    assert "is missing, or is not a " in problem()
-    assert published.tokenizer_problem(write({"a": torch.ones(1)}, tmp_path / "w.ckpt"), tokenize) is None

@@ -88,16 +88,6 @@ def test_sd15_sees_captions_filled_up_with_the_end_mark():
         assert not torch.allclose(states, text(input_ids=tokens).last_hidden_state, atol=1e-3)
 
 
-@pytest.mark.parametrize("variant", ARCHITECTURES)
-def test_tiny_sd2_has_the_block_types_of_the_full_one(variant):
-    def types(preset: str) -> set[type]:
-        family = load_family("sd2", preset, variant)
-        modules = [build_on_meta(family.build_denoiser), *build_on_meta(family.build_encoders).values()]
-        return {type(part) for module in modules for part in module.modules()}
-
-    assert types("tiny") == types("full")
-
-
 def test_sd2_posterior_draw_equals_diffusers():
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 

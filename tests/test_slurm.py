@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from test_checkpoints import newest, same_training
 
 from run_folder.files import METRICS, SUMMARY, read_lines
@@ -122,17 +120,6 @@ def test_short_a_job_on_two_nodes_trains_and_leaves_its_result_and_what_each_ran
 class TestRuns:
     pytestmark = trains
 
-    def test_a_batch_that_two_nodes_cannot_share_is_refused_and_not_started_again(self, cluster, miniature, tmp_path):
-        said = cluster.refused(*both(miniature.small(tmp_path, "a", "global_batch_size=9")))
-        assert "global_batch_size: 9 is not a multiple of 2 ranks x 1 microbatch = 2. Nearest: 8, 10.\n" in said
-        assert "refused: the configuration cannot run" in said and not (tmp_path / "a").exists()
-
-    def test_a_run_folder_that_one_node_alone_has_is_refused(self, cluster, miniature):
-        said = cluster.refused(*both(words_of(miniature, Path("/dev/shm/runs"), "a")))
-        text = "run_folder: node2 does not see what node1 has written into /dev/shm/runs/a. Wanted: a folder that all"
-        assert text in said
-        assert "runs" not in cluster.at("ls", "/dev/shm", where="node1").split()
-
     def test_a_cancelled_job_saves_and_the_same_command_resumes_to_the_same_weights(
         self, cluster, miniature, tmp_path, whole
     ):
@@ -187,18 +174,3 @@ class TestRuns:
             cluster.revive(node)
         assert "resumes from batch 2, " in said_of_restarted(cluster, job)
         check_same(tmp_path, "a", whole)
-
-    def test_an_mlperf_submissions_variables_run_the_miniature_to_its_result(self, cluster, miniature, tmp_path):
-        """launch/config_CPU_02x01x16.sh, and the data and scores of the tests."""
-        script = "source launch/config_CPU_02x01x16.sh && env | grep -E '^(DGX|BATCHSIZE|WALLTIME|YAML)'"
-        said = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-        variables = dict(line.split("=", 1) for line in said.stdout.splitlines())
-        words = miniature.words(tmp_path, "unused", "max_duration=6ba", "eval.every_images=96", "save.every_images=96")
-        keys = [word for word in words if "=" in word and not word.startswith(("run_name=", "run_folder="))]
-        options = f"--nodes={variables['DGXNNODES']}", f"--time={variables['WALLTIME']}"
-        own = {**variables, "NEMOLOGS": str(tmp_path), "SEED": "7"}
-        job = cluster.completed(["launch/run_and_time.sh", *keys], *options, **own)
-        assert re.search(r"^RESULT,stable_diffusion,\d+,root,", cluster.said(job), re.M)
-        summary = json.loads((tmp_path / "mlperf-7" / SUMMARY).read_text())
-        assert (summary["num_devices"], summary["global_batch_size"], summary["batches"]) == (2, 32, 6)
-        assert '"value": "CPU_02x01x16"' in (tmp_path / "mlperf-7" / "mlperf.log").read_text()

@@ -21,7 +21,6 @@ from torch import nn
 
 import benchmark
 import eval as eval_command
-from evaluation import sources
 from evaluation.table import read_rows
 from families import load_family
 from families.encoders import ModelConfig, build_encoders
@@ -180,14 +179,10 @@ def test_a_model_of_another_class_or_a_folder_of_something_else_is_named(tmp_pat
     (folder / "config.json").write_text('{"_class_name": "DiTTransformer2DModel"}')
     shutil.copy(WEIGHTS / "vae/diffusion_pytorch_model.safetensors", folder)
     text = refusal(capsys, folder, tmp_path / "x", "model.weights=shipped")
-    assert text.startswith(
-        f"model.denoiser: {folder}/config.json has _class_name DiTTransformer2DModel, this model's has "
-    )
+    assert text.startswith(f"model.denoiser: {folder}/config.json has _class_name DiTTransformer2DModel, this model's")
     (other / "a\x1b[31m.txt").touch()
-    assert refusal(capsys, other, tmp_path / "x") == (
-        f"{other} has neither config.yaml, model_index.json, unet/, transformer/ nor images: a\\x1b[31m.txt. Possible: a run "
-        "(runs/NAME) or its snapshot, published weights (diffusers folder, LDM file, name on the hub), a folder of images.\n"
-    )
+    text = f"{other} has neither config.yaml, model_index.json, unet/, transformer/ nor images: a\\x1b[31m.txt. "
+    assert refusal(capsys, other, tmp_path / "x").startswith(text)
 
 
 def test_the_config_beside_a_unets_file_is_compared(theirs, tmp_path):
@@ -203,17 +198,6 @@ def test_the_config_beside_a_unets_file_is_compared(theirs, tmp_path):
     for other in ("[", "[1]", '{"norm_num_groups": 1}'):  # a config.json of something else
         config.write_text(other)
         assert initial_weights.problems(model, "v") == []
-
-
-def test_an_export_says_which_network_it_has(tmp_path, capsys):
-    (tmp_path / "unet").mkdir()
-    (tmp_path / "model_index.json").write_text('{"unet": ["mixed_norms", "UNet2DConditionMixedNorms"]}')
-    (tmp_path / "export.json").write_text('{"family": "sd2", "variant": "mlperf", "preset": 7, "seed": 1}')
-    source = sources.find_source(str(tmp_path), ModelConfig(), with_encoders=True)
-    assert sources.model_keys_of_export(source) == {"model.family": "sd2", "model.variant": "mlperf"}
-    (tmp_path / "export.json").write_text('{"family": "sd4"}')
-    assert eval_command.main([str(tmp_path), f"images={tmp_path}/x", "prompts=[a]"]) == 2
-    assert "model.family: unknown family 'sd4'. Known: flux, " in capsys.readouterr().err
 
 
 @pytest.mark.slow

