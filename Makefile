@@ -19,7 +19,6 @@ LOCK_SUM := $(shell sha256sum $(LOCK) | cut -c1-12)
 STAMP = $(VENV)/.easel-$(LOCK_SUM)
 
 SHAPES := cache/miniature
-JOBS ?= 1
 TORCHAO := torchao==$(if $(filter newest,$(SET)),0.18.0,0.16.0)# for torch 2.15, for torch 2.10
 TABLES = tables-$(shell sha256sum requirements/tables.lock | cut -c1-12)
 LOGGERS = loggers-$(shell sha256sum requirements/loggers.lock | cut -c1-12)
@@ -167,7 +166,7 @@ test-store: $(STAMP)  ## faults of a real object store (Swift's, or moto's) whil
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/store/reader_faults.py tests/store/remote_runs.py -k "$(ONLY)"
 
 test-faults: $(STAMP)  ## a fault at each moment of a tiny run, which is started again: reports/results/faults.csv (ONLY=ROW,... for some)
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.faults jobs=$(JOBS) $(if $(ONLY),only=$(ONLY) out=none)
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m tests.faults $(if $(ONLY),only=$(ONLY) out=none)
 
 test-health: $(STAMP)  ## two ranks of which one is stopped, slow, wrong or given other words (minutes)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/test_health.py

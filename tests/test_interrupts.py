@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT, run, started
-from test_collectives import free_port
 
 from checkpointing.files import FULL, list_checkpoints
 
@@ -113,30 +112,6 @@ def test_workers_of_a_command_end_with_it_and_print_nothing(tmp_path):
         until(process, lambda: len(list(tmp_path.iterdir())) == 2)
         message = interrupted(process)
     assert (process.returncode, message) == (130, "Interrupted. The same command starts it again.\n")
-
-
-WAITS = """
-from composer.devices import DeviceCPU
-from common.command import start
-from ranks import rendezvous
-
-print("here", flush=True)
-start(lambda argv: rendezvous.init_process_group(DeviceCPU(), 60.0) or 0)
-"""
-
-
-def test_a_rank_that_waits_for_another_machine_ends_at_the_first_ctrl_c():
-    """Its main thread is in C++ code: Python's handlers are not called. Killed by the signal, it would have another code."""
-    of_rank = {"RANK": 1, "LOCAL_RANK": 0, "NODE_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
-    of_rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    words, options = [sys.executable, "-c", WAITS], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = {**os.environ, **{name: str(value) for name, value in of_rank.items()}}
-    with subprocess.Popen(words, cwd=ROOT, env=environment, **options) as process:
-        assert process.stdout.readline() == "here\n"
-        time.sleep(3.0)  # an interrupt before it waits has the same end
-        process.send_signal(signal.SIGINT)
-        message = process.communicate(timeout=60)[1]
-    assert (process.returncode, message) == (130, "")  # rank 0 has the line
 
 
 def test_all_ranks_save_by_the_clock_of_rank_0(words, tmp_path):

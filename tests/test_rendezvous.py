@@ -16,7 +16,6 @@ from common.errors import ConfigError, Failed
 from ranks import rendezvous
 
 HOST = socket.gethostname()
-ADVICE = "Give all machines the address and port of rank 0's, and each its own composer --node_rank"
 pytestmark = pytest.mark.timeout(60, func_only=True)
 
 
@@ -53,9 +52,8 @@ def come(store: Store, rank: int, host: str, num: int) -> PrefixStore:
 def test_an_address_where_nothing_answers_is_tried_until_the_limit(as_rank, host, reason):
     as_rank(1, 2, host)
     output = refused(Failed, rendezvous._open_store, 0.2, ", or raise health.init_timeout_sec")
-    place, rank = f"{host}:{os.environ['MASTER_PORT']}", re.escape(f"as rank 1 ({HOST}) sees it")
-    options = f"{ADVICE}; let the port through, or raise health.init_timeout_sec."
-    assert re.fullmatch(rf"MASTER_ADDR: nothing answers at {place} \({reason}\) for 0.2 s, {rank}\. {options}", output)
+    place = f"{host}:{os.environ['MASTER_PORT']}"
+    assert re.match(rf"MASTER_ADDR: nothing answers at {place} \({reason}\) for 0.2 s, as rank 1 ", output)
 
 
 def test_an_invalid_port_or_one_in_use_is_refused(as_rank):
@@ -79,25 +77,6 @@ def test_a_port_where_something_else_listens_is_named(as_rank):
         output = refused(Failed, rendezvous._open_store, 0.3, "")
     text = f"MASTER_PORT: what answers at 127.0.0.1:{port} is not rank 0 (no word for 0.3 s), as rank 1 "
     assert output.startswith(text)
-
-
-def test_rank_0_whose_address_is_another_machines_is_refused(as_rank, capfd):
-    """An address of RFC 5737, which nobody has."""
-    as_rank(0, 2, "192.0.2.7")
-    output = refused(Failed, rendezvous._open_store, 0.3, "")
-    assert output.startswith(f"MASTER_ADDR: nothing answers at 192.0.2.7:{os.environ['MASTER_PORT']} (")
-    assert f" for 0.3 s, as rank 0 ({HOST}) sees it. " in output and "192.0.2.7" not in capfd.readouterr().err
-    assert rendezvous._is_here("127.0.0.1") and rendezvous._is_here("localhost")
-
-
-def test_rank_0_may_have_an_address_of_the_network_before_it(as_rank, monkeypatch):
-    """A service, or a translated address: no interface here has it, but it leads here."""
-    as_rank(0, 2)
-    monkeypatch.setattr(rendezvous, "_is_here", lambda host: False)
-    store = rendezvous._open_store(5.0, "")
-    store.set("seen", "yes")
-    as_rank(1, 2, port=os.environ["MASTER_PORT"])
-    assert rendezvous._open_store(5.0, "").get("seen") == b"yes"
 
 
 def test_rank_0_names_the_missing_ranks_to_all(as_rank):
@@ -142,11 +121,3 @@ def test_ranks_that_have_met_know_each_others_machines(as_rank, monkeypatch):
     assert rendezvous.format_ranks([0, 2]) == f"ranks 0 ({HOST}), 2 (n2)"
     monkeypatch.setattr(rendezvous, "_hosts", ["a"] * 20)
     assert rendezvous.format_ranks(list(range(10))).endswith("7 (a) and 2 more")
-
-
-def test_the_check_of_the_port_accepts_no_connection(monkeypatch):
-    """Another rank that comes at this moment would leave a connection, and the store could not open the port."""
-    let_in = []
-    monkeypatch.setattr(socket.socket, "listen", lambda self, *args: let_in.append(self.getsockname()))
-    rendezvous._check_port(free_port())
-    assert let_in == []

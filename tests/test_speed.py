@@ -1,13 +1,12 @@
 """training/speed.py: no key changes a step's results beyond rounding, and every network is compiled once.
 
-The proofs over the miniature's own steps are in tests/test_miniature_speed.py.
+The loss curve of the miniature with all keys is in tests/test_miniature.py.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch._dynamo
 from conftest import TINY_RUN, with_frames
-from filelock import FileLock
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -154,14 +152,6 @@ def test_the_loss_curve_and_the_images_stay_those_of_the_plain_path(keys):
     torch.testing.assert_close(generate(fast), generate(plain), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600, func_only=True)  # kernels are compiled by gcc
-def test_blocks_compiled_to_kernels_keep_the_loss_curve(kernels):
-    """Of a small network: those of the miniature's take a compiler minutes, see compile=whole in test_miniature_speed.py."""
-    plain, fast = little({}), little({"compile": "blocks", "channels_last": True, "gradient_checkpointing": 0.5})
-    assert train(fast, 6) == pytest.approx(train(plain, 6), rel=1e-4)
-
-
 # --- compilation ---
 
 
@@ -234,8 +224,7 @@ def test_every_convolution_of_a_training_step_is_given_nhwc_in_this_model_alone(
     """With model and input alone in NHWC many are not: diffusers goes back at each transformer."""
     seen = operations_of_a_step({"channels_last": True}).is_nhwc
     assert len(seen) == 64 and all(seen)
-    names = {type(module).__name__ for module in model_of({}, "sd2").denoiser.modules()}
-    assert {"Conv2d", "Transformer2DModel"} <= names and not {"NhwcConv2d", "NhwcTransformer2DModel"} & names
+    assert "NhwcConv2d" not in {type(module).__name__ for module in model_of({}, "sd2").denoiser.modules()}
 
 
 def test_the_state_of_an_optimizer_in_another_layout_is_laid_out_anew():
@@ -261,10 +250,7 @@ def test_the_requested_back_end_attends(attention, fused):
 
 @pytest.mark.parametrize(
     ("attention", "lengths", "chosen"),
-    [
-        *(("cudnn", (256, 256), "cudnn"), ("cudnn", (4096, 77), "flash"), ("cudnn", (64, 64), "flash")),
-        ("efficient", (4096, 77), "efficient"),
-    ],
+    [("cudnn", (256, 256), "cudnn"), ("cudnn", (4096, 77), "flash"), ("efficient", (4096, 77), "efficient")],
 )
 def test_cudnn_attends_where_each_of_its_versions_is_right(attention, lengths, chosen):
     assert speed.back_end_for(attention, lengths) == chosen
@@ -298,13 +284,8 @@ def refused(capsys, *words: str) -> list[str]:
     [
         ("attention=cudnn", "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math."),
         ("compile_mode=max-autotune", "compile_mode: max-autotune, but compile=off."),
-        ("cudnn_benchmark=true", "cudnn_benchmark: true needs a GPU."),
         ("cuda_graphs=true", "cuda_graphs: true, but compile=off, which has several graphs."),
-        (
-            "cuda_graphs=true compile=whole device_train_microbatch_size=4",
-            "cuda_graphs: true, but device_train_microbatch_size=4: a graph's gradients cannot be added",
-        ),
-        ("cuda_graphs=true compile=whole device_train_microbatch_size=8", "cuda_graphs: true needs a GPU."),
+        ("cuda_graphs=true compile=whole device_train_microbatch_size=4", "cuda_graphs: true, but device_train_micro"),
     ],
 )
 def test_what_this_machine_cannot_do_is_refused_before_anything_starts(capsys, words, text):
@@ -335,32 +316,17 @@ def test_what_a_gpu_lacks_for_an_attention_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("precision", "has_mask", "hip", "has_gpu", "chosen"),
-    [
-        ("bf16", False, None, True, "cudnn"),
-        ("bf16", False, "7.2", True, "auto"),
-        ("bf16", True, None, True, "auto"),
-        ("fp32", False, None, True, "auto"),
-        ("bf16", False, None, False, "auto"),
-    ],
-    ids=["NVIDIA", "AMD", "mask", "float32", "CPU"],
+    ("precision", "has_mask", "hip", "chosen"),
+    [("bf16", False, None, "cudnn"), ("bf16", False, "7.2", "auto"), ("bf16", True, None, "auto")],
+    ids=["NVIDIA", "AMD", "mask"],
 )
-def test_auto_is_cudnns_attention_where_there_is_one(monkeypatch, precision, has_mask, hip, has_gpu, chosen):
+def test_auto_is_cudnns_attention_where_there_is_one(monkeypatch, precision, has_mask, hip, chosen):
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     lacks_float32 = lambda name, precision, is_gpu: "computes in 16 bits" if precision == "fp32" else None  # noqa: E731
     monkeypatch.setattr(speed, "attention_problem", lacks_float32)
     assert speed.resolve_attention("auto", precision, has_mask=has_mask) == chosen
     assert speed.resolve_attention("math", precision, has_mask=has_mask) == "math"
-
-
-@pytest.mark.parametrize("hip", [None, "7.2"])
-def test_on_an_amd_gpu_miopen_is_set_to_channels_last(monkeypatch, hip):
-    monkeypatch.delenv("PYTORCH_MIOPEN_SUGGEST_NHWC", raising=False)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    speed.use_channels_last(SimpleNamespace(denoiser=Small(), frozen={}, memory_format=torch.contiguous_format))
-    assert os.environ.get("PYTORCH_MIOPEN_SUGGEST_NHWC") == (hip and "1")
-    monkeypatch.delenv("PYTORCH_MIOPEN_SUGGEST_NHWC", raising=False)
 
 
 def test_tensors_that_enter_or_outlive_a_cuda_graph_are_copies(monkeypatch):
@@ -375,15 +341,6 @@ def test_tensors_that_enter_or_outlive_a_cuda_graph_are_copies(monkeypatch):
     assert model._denoise(torch.zeros(1, 4, 8, 8), torch.zeros(1), {}) is not output
 
 
-def test_a_missing_compiler_is_named(capsys, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    problem = "compile: whole needs a C++ compiler, and there is no"
-    assert refused(capsys, "compile=whole")[0].startswith(f"{problem} 'no-such-compiler'. ")
-    monkeypatch.delenv("CXX")  # inductor does not look for another one than g++
-    monkeypatch.setattr(speed.shutil, "which", lambda name: None if name == "g++" else f"/usr/bin/{name}")
-    assert refused(capsys, "compile=whole")[0].startswith(f"{problem} 'g++'. ")
-
-
 # --- inductor's cache: libraries of a real compiler that a killed process has left cut off ---
 
 
@@ -395,9 +352,7 @@ def test_a_library_that_was_cut_off_is_removed_and_a_whole_one_stays(tmp_path, c
     source.write_text('extern "C" int one() { return 1; }\n')
     subprocess.run(["g++", "-shared", "-fPIC", "-o", whole, source], check=True)
     content = whole.read_bytes()
-    (tmp_path / "key.py").touch()  # no library
-    zeros = b"\0" * len(content)  # as a linker begins that maps its output
-    for cut in (b"", content[:10], content[:64], content[:-1], zeros):
+    for cut in (b"", content[:64], content[:-1], b"\0" * len(content)):  # the last: as a linker that maps begins
         path = tmp_path / "bb" / "cut.main.so"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(cut)
@@ -405,15 +360,3 @@ def test_a_library_that_was_cut_off_is_removed_and_a_whole_one_stays(tmp_path, c
         output = f"compile: {path} was cut off when an earlier process was killed. It is removed, and compiled again.\n"
         assert not path.exists() and capsys.readouterr().err == output
     assert ctypes.CDLL(str(whole)).one() == 1 and whole.read_bytes() == content and source.exists()
-
-
-def test_a_library_that_another_process_builds_now_is_left_to_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    (tmp_path / "locks").mkdir()
-    half = tmp_path / "key.main.so"
-    half.write_bytes(b"\x7fELF")
-    with FileLock(tmp_path / "locks" / "key.lock"):  # as _worker_compile_cpp holds it while g++ runs
-        speed.remove_unfinished_libraries()
-    assert half.exists() and capsys.readouterr().err == ""
-    speed.remove_unfinished_libraries()
-    assert not half.exists()

@@ -12,7 +12,7 @@ from composer import Event, State
 from composer.devices import DeviceCPU
 
 from ranks import collectives, rendezvous, watchdog
-from ranks.watchdog import Beat, Watchdog, describe_stall, dump_stacks
+from ranks.watchdog import Beat, Watchdog, describe_stall
 from training.health import Heartbeat
 
 BEAT = Beat(marks=40, batch=7, phase="train", event="before backward", sec=30.0, may_take_long=False)
@@ -134,17 +134,3 @@ def test_phases_are_those_of_the_clocks_and_only_some_may_be_long(tmp_path):
     heartbeat.close(state, None)
     assert watch.progress.beat(0).phase == "end"
     collectives.stop_watchdogs()
-
-
-def test_watching_threads_end_before_the_run_does():
-    """One that is in C++ code while the interpreter goes down aborts the process."""
-    ended = []
-    collectives.start_watchdogs(lambda quiet: ended.append(quiet.wait(60.0)))
-    collectives.stop_watchdogs()
-    assert ended == [True]
-
-
-def test_stacks_of_all_threads_are_written(tmp_path):
-    dump_stacks(tmp_path / "stacks" / "rank00000.txt")
-    assert "test_watchdog.py" in (tmp_path / "stacks" / "rank00000.txt").read_text()
-    dump_stacks(tmp_path / "no" / "stacks" / "rank00000.txt")  # a folder that cannot be made: no error

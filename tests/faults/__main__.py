@@ -10,7 +10,7 @@ out=reports/results/faults.json    the record, which keeps rows that are not run
 
 The run is the miniature's, on two ranks by `composer -n 2`: twelve batches at most, checkpoints, evaluations, a target and an
 MLPerf log. It trains in separate processes, forked from one that has imported the libraries (tests/warm_processes.py); in the
-rows about imports and the clock they start cold. They halt at the row's moment (trainer.py) and are hit from outside.
+rows about imports they start cold. They halt at the row's moment (trainer.py) and are hit from outside.
 
 Prints a line a row, then the counts. Exit code: 0, 1 when a row is not as it should be, 2 when the words cannot be read. As
 root it goes into a mount namespace with a separate /dev/shm, and a row that leaves anything there is not good.
@@ -18,7 +18,6 @@ root it goes into a mount namespace with a separate /dev/shm, and a row that lea
 
 from __future__ import annotations
 
-import concurrent.futures
 import csv
 import hashlib
 import io
@@ -31,7 +30,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,11 +46,8 @@ from tests.faults.runs import At, Setting, Skipped, Verdict  # noqa: E402
 APART = "EASEL_FAULTS_APART"
 SHARED_MEMORY = Path("/dev/shm")
 SCHEMA = 1
-DETAIL_CHARS = 400
 COLUMNS = ("row", "fault", "moment", "outcome", "exit_code", "ended_sec", "load_average", "commit")
 """Columns of the CSV file; all but the first are keys of a row of the record."""
-RIGHTS = ("disk_", "oom_", "clock_", "store_")
-"""Beginnings of rows that need root, a package or a store."""
 
 
 @dataclass
@@ -60,42 +55,33 @@ class Options:
     """The words of the command line."""
 
     only: list[str] = field(default_factory=lambda: list(ROWS))
-    jobs: int = 1
     slack: float = 1.0
     out: str = "reports/results/faults.json"
 
 
 def parse(words: Sequence[str]) -> Options:
     """Read the command line. Raises ValueError, with the choices."""
-    options = Options()
-    for word in words:
-        name, given, value = word.partition("=")
-        if not given or not hasattr(options, name):
-            raise ValueError(f"{word}: unknown. Possible: {', '.join(f'{key}=' for key in vars(options))}.")
-        if name == "only":
-            if unknown := [row for row in value.split(",") if row not in ROWS]:
-                raise ValueError(f"only: '{unknown[0]}' is unknown. Possible: {', '.join(ROWS)}.")
-            options.only = value.split(",")
-        elif name == "out":
-            options.out = value
-        else:
-            if not re.fullmatch(r"\d+(\.\d+)?" if name == "slack" else r"\d+", value) or not float(value):
-                raise ValueError(f"{name}: '{value}' is not possible. Give a number from 1 up.")
-            setattr(options, name, type(getattr(options, name))(value))
-    return options
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    only = given.pop("only", ",".join(ROWS)).split(",")
+    slack, out = float(given.pop("slack", "1")), given.pop("out", Options.out)
+    if len(given) or not all("=" in word for word in words) or not set(only) <= set(ROWS):
+        raise ValueError(
+            f"{' '.join(words)}: not possible. Possible: only=ROW,... slack= out=. Rows: {', '.join(ROWS)}."
+        )
+    return Options(only, slack, out)
 
 
 # --- rows ---
 
 
 def draw(commit: str, recorded: Mapping[str, Mapping[str, Any]], num: int) -> list[str]:
-    """Return the names of a few rows, others for each commit, of those that are quick and need no rights.
+    """Return the names of a few rows, others for each commit, of those that are quick and need no right to mount.
 
     Args:
         recorded: the rows of the committed record.
     """
     usual = statistics.median(row["seconds"] for row in recorded.values())
-    quick = [name for name, row in recorded.items() if row["seconds"] <= usual and not name.startswith(RIGHTS)]
+    quick = [name for name in ROWS if recorded[name]["seconds"] <= usual and not name.startswith("disk_")]
     return sorted(quick, key=lambda name: hashlib.sha256(f"{commit} {name}".encode()).digest())[:num]
 
 
@@ -132,7 +118,7 @@ def run_row(name: str, setting: Setting) -> dict[str, Any]:
         "fault": row.fault,
         "moment": MOMENTS[row.moment],
         "expected": row.outcome,
-        "outcome": verdict.outcome[:DETAIL_CHARS],
+        "outcome": verdict.outcome[:400],
         "good": good,
         "bits_lost": verdict.bits_lost,
         "exit_code": verdict.code,
@@ -140,7 +126,7 @@ def run_row(name: str, setting: Setting) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began, 1),
         "load_average": round(os.getloadavg()[0], 1),
         "commit": commit(),
-        **({} if good else {"problems": [text[:DETAIL_CHARS] for text in verdict.problems]}),
+        **({} if good else {"problems": [text[:400] for text in verdict.problems]}),
     }
 
 
@@ -150,36 +136,17 @@ def run_rows(options: Options, home: Path) -> None:
 
     (home / "miniature").mkdir()
     setting = Setting(home, miniature.make(home / "miniature"), options.slack)
-    try:
-        print(f"the unbroken run: {setting.whole(2)[1]}", flush=True)
-        for name in options.only:
-            try:
-                entry = run_row(name, setting)
-            except Skipped as reason:
-                print(f"{name}: skipped, {reason}", flush=True)
-                keep(options, skipped={name: str(reason)})
-                continue
-            mark = "" if entry["good"] else f"  NOT GOOD {entry['problems']}"
-            print(f"{name} {entry['seconds']} s: {entry['outcome']}{mark}", flush=True)
-            keep(options, {name: entry})
-    finally:
-        setting.close()
-
-
-def run_beside(options: Options, home: Path) -> None:
-    """Run rows in several processes at once, each with its own unbroken run."""
-
-    def lane(number: int) -> None:
-        out = home / f"lane{number}.json"
-        words = [f"only={','.join(options.only[number :: options.jobs])}", f"slack={options.slack}", f"out={out}"]
-        subprocess.run([sys.executable, "-m", "tests.faults", *words], cwd=ROOT)
-        found = json.loads(out.read_text())
-        with one_at_a_time:
-            keep(options, found["rows"], found["skipped"])
-
-    one_at_a_time = threading.Lock()
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lane, range(min(options.jobs, len(options.only)))))
+    print(f"the unbroken run: {setting.whole(2)[1]}", flush=True)
+    for name in options.only:
+        try:
+            entry = run_row(name, setting)
+        except Skipped as reason:
+            print(f"{name}: skipped, {reason}", flush=True)
+            keep(options, skipped={name: str(reason)})
+            continue
+        mark = "" if entry["good"] else f"  NOT GOOD {entry['problems']}"
+        print(f"{name} {entry['seconds']} s: {entry['outcome']}{mark}", flush=True)
+        keep(options, {name: entry})
 
 
 # --- the record ---
@@ -231,7 +198,6 @@ def keep(options: Options, rows: Mapping[str, Any] | None = None, skipped: Mappi
         "date": time.strftime("%Y-%m-%d"),
         **{key: value for key, value in environment().items() if key in facts},
         "cores": os.cpu_count(),
-        "jobs": options.jobs,
         "seconds": round(sum(row["seconds"] for row in found.values())),
         "counts": counts_of(found),
         "skipped": {name: reason for name, reason in reasons.items() if name in ROWS and name not in found},
@@ -253,16 +219,12 @@ def apart(words: Sequence[str]) -> None:
 
 def main(words: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
-    if {"-h", "--help"} & set(words):
-        print(__doc__)
-        return 0
     try:
         options = parse(words)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.jobs == 1:
-        apart(words)
+    apart(words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what is below is put away
     home = Path(tempfile.mkdtemp(prefix="easel-faults-"))
     os.environ["XDG_CACHE_HOME"] = str(home / "cache")
@@ -271,7 +233,7 @@ def main(words: Sequence[str]) -> int:
         options.out = str(home / "faults.json")
     is_good = False
     try:
-        (run_rows if options.jobs == 1 else run_beside)(options, home)
+        run_rows(options, home)
         record = json.loads(Path(options.out).read_text())
         is_good = all(row["good"] for name, row in record["rows"].items() if name in options.only)
         print(f"\n{format_counts(record['counts'])}; {record['seconds']} s")

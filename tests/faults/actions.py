@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from run_folder.mlperf_log import read_events
-from tests.faults.compare import lines_of
-from tests.faults.runs import END_SEC, RUN_SEC, STORE_PREFIX, At, Skipped, Started, Verdict, wait_for
-from tests.store.server import BUCKET
+from tests.faults.runs import END_SEC, RUN_SEC, At, Skipped, Started, Verdict, wait_for
 
 SLOW_SEC = 3.0
 STALL_SEC = 10.0  # health.stall_sec, in place of a quarter of an hour
 STOPPED_SEC = END_SEC + STALL_SEC + 30.0  # after which the launcher kills a rank that hears no SIGTERM
-AWAY_SEC = 6.0
-PATIENCE = ["data.patience_sec=8"]
-OOM_LIMIT_BYTES = 1 << 20
 DISK_BYTES = 64 << 20  # the run wants 52
-CLOCK_BACK_SEC = 3600
 
 
 # --- signals ---
@@ -125,47 +116,6 @@ def not_a_number(batch: int, at: At) -> Verdict:
 # --- memory ---
 
 
-@contextlib.contextmanager
-def memory_group(limit_bytes: int) -> Iterator[Path]:
-    """Yield a cgroup with so much memory: for what is allocated from then on. Raises Skipped."""
-    name = f"easel-faults-{os.getpid()}"
-    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    parent, limit = (v1, "memory.limit_in_bytes") if v1.is_dir() else (v2, "memory.max")
-    group = parent / name
-    try:
-        group.mkdir()
-        (group / limit).write_text(str(limit_bytes))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            group.rmdir()
-        raise Skipped(f"no cgroup with a limit of memory can be made here: {error.strerror}") from error
-    try:
-        yield group
-    finally:
-        with contextlib.suppress(OSError):
-            wait_for(lambda: not (group / "cgroup.procs").read_text(), 30.0, "an empty cgroup")
-            group.rmdir()
-
-
-def killed_by_the_kernel(moment: str, to: str, at: At) -> Verdict:
-    """Put a rank into a cgroup without room: the kernel kills it at the next page that it wants."""
-    with memory_group(OOM_LIMIT_BYTES) as group:
-        verdict = hit_and_resumed(at, moment, to, lambda run: (group / "cgroup.procs").write_text(str(run.pids(to)[0])))
-        kills = _oom_kills(group)
-    if not any(kills):
-        verdict.problems.append("the kernel has killed nothing")
-    return verdict
-
-
-def _oom_kills(group: Path) -> list[int]:
-    """Return how many processes of a cgroup the kernel has killed, as its files count them."""
-    found = []
-    for name in ("memory.oom_control", "memory.events"):
-        with contextlib.suppress(OSError):
-            found += [int(count) for count in re.findall(r"^oom_kill (\d+)$", (group / name).read_text(), re.M)]
-    return found
-
-
 def no_address_space(moment: str, to: str, at: At) -> Verdict:
     """Take a rank's address space away (RLIMIT_AS): its next large allocation fails."""
 
@@ -199,110 +149,6 @@ def disk_full(moment: str, at: At) -> Verdict:
     finally:
         at.close()
         subprocess.run(["umount", "-l", str(at.runs)], capture_output=True, timeout=20)
-
-
-# --- the store ---
-
-
-@contextlib.contextmanager
-def from_store(at: At, port: int | None = None) -> Iterator[None]:
-    """Let the run read its stage from the store."""
-    store = at.setting.store
-    store.heal()
-    at.more = [f"data.remote=s3://{BUCKET}/{STORE_PREFIX}", *PATIENCE]
-    at.environment = store.environment(port=port)
-    try:
-        yield
-    finally:
-        store.heal()
-        for name, content in at.setting.stage.items():
-            store.put(f"{STORE_PREFIX}/{name}", content)
-
-
-def store_away(at: At) -> Verdict:
-    """Stop the store for some seconds while shards are fetched."""
-    with from_store(at):
-        at.more[-1] = "data.patience_sec=120"
-        run = at.halted("fetch 1")
-        at.setting.store.stop()
-        run.go()
-        time.sleep(AWAY_SEC)
-        at.setting.store.heal()
-        return at.went_on(run)
-
-
-def store_away_for_good(moment: str, at: At) -> Verdict:
-    """Stop the store until the run has ended: before its start, or while shards are fetched."""
-    with from_store(at):
-        run = None if moment == "start" else at.halted(f"{moment} 1")
-        at.setting.store.stop()
-        run = run or at.start()
-        run.go()
-        run.process.wait(RUN_SEC * run.slack)
-        run.ended()
-        at.setting.store.heal()
-        return at.refused(run, at.start()) if moment == "start" else at.resumed(run)
-
-
-def store_slow(at: At) -> Verdict:
-    """Let 20 kB/s pass: the stage takes ten seconds and more."""
-    with at.setting.store.slowed(20_000.0) as port, from_store(at, port):
-        at.more[-1] = "data.patience_sec=120"
-        return at.went_on(at.start())
-
-
-def store_wrong_bytes(heals: bool, at: At) -> Verdict:
-    """Flip a bit in every shard of the store; put it right when the run has noticed, or when it has ended."""
-    with from_store(at):
-        store = at.setting.store
-        run = at.halted("fetch 1")
-        shards = {name: content for name, content in at.setting.stage.items() if name.endswith(".mds")}
-        for name, content in shards.items():
-            half = len(content) // 2
-            store.put(f"{STORE_PREFIX}/{name}", content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :])
-        run.go()
-        if heals:
-            wait_for(lambda: "is damaged" in run.said or run.code is not None, 60.0 * run.slack, "a damaged shard")
-        else:
-            run.process.wait(RUN_SEC * run.slack)
-            run.ended()
-        for name, content in shards.items():
-            store.put(f"{STORE_PREFIX}/{name}", content)
-        return at.went_on(run) if heals else at.resumed(run)
-
-
-# --- the clock ---
-
-
-def clock_back(moment: str, number: int | None, at: At) -> Verdict:
-    """Set the clock of the run's processes back by an hour; then end it by a signal, or let it go on."""
-    compiler, library, clock = shutil.which("cc"), at.home / "clock.so", at.home / "clock"
-    if compiler is None:
-        raise Skipped("no C compiler here, for the clock of the run's processes")
-    build = [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(Path(__file__).parent / "clock.c"), "-ldl"]
-    subprocess.run(build, check=True, timeout=120)
-    clock.write_bytes(struct.pack("l", 0))
-    at.environment = {"LD_PRELOAD": str(library), "FAULTS_CLOCK": str(clock)}
-    at.cold = True
-    run = at.halted(f"{moment} 0")
-    with open(clock, "r+b") as file:  # in place: it is mapped
-        file.write(struct.pack("l", CLOCK_BACK_SEC))
-    if number is None:
-        run.go()
-        verdict = at.went_on(run)
-        verdict.problems += shorter_than_its_training(at.folder)
-        return verdict
-    run.send(number, "0")
-    run.go()
-    return at.resumed(run)
-
-
-def shorter_than_its_training(run: Path) -> list[str]:
-    """Say where an MLPerf log tells less time than the run's own clocks."""
-    at = {event["key"]: event["time_ms"] for event in read_events(run / "mlperf.log")}
-    told_sec = (at["run_stop"] - at["run_start"]) / 1000
-    known_sec = max(line["seconds_with_eval"] for line in lines_of(run) if line.get("evaluation"))
-    return [] if told_sec > 0.5 * known_sec else [f"mlperf.log: {told_sec:.1f} s, of a training of {known_sec:.1f} s"]
 
 
 # --- a version to come ---

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tests.faults import actions
-from tests.faults.actions import AWAY_SEC, SLOW_SEC, STALL_SEC, STOPPED_SEC
+from tests.faults.actions import SLOW_SEC, STALL_SEC, STOPPED_SEC
 from tests.faults.runs import END_SEC, At, Verdict
 
 Outcome = Literal["resumed", "went on", "refused"]
@@ -30,7 +30,6 @@ MOMENTS = {
     "target": "target reached",
     "after": "after the end",
     "data": "waiting for data",
-    "fetch": "waiting for data",
 }
 
 
@@ -55,7 +54,7 @@ EIGHT = ("start", "first-step", "mid-epoch", "evaluation", "checkpoint", "target
 IN_FIT = ("first-step", "mid-epoch", "evaluation", "checkpoint", "data")
 SAVED = r"SIGTERM: stopped after batch \d+; .* The same command resumes it\."
 SAVED_BY_INT = SAVED.replace("TERM", "(INT|TERM)")  # in turn: the launcher's SIGTERM may arrive before SIGINT
-TAKEN, NAN, DAMAGED = "another process is training in", "not finite|nan", "is damaged"
+TAKEN, NAN = "another process is training in", "not finite|nan"
 TERM, INT, KILL, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGUSR1
 
 ROWS: dict[str, Row] = {}
@@ -119,22 +118,10 @@ _add_signal("sigterm_sigkill", "two signals: SIGTERM, then SIGKILL, to rank 0", 
 
 WORKER, LOST, WAITING = "SIGKILL of a loader worker", "DataLoader worker", "mid-epoch data evaluation"
 _add_each("kill_worker", WORKER, WAITING, "resumed", actions.worker_killed, said=LOST)
-OOM, ENDED = "out of memory: the kernel kills rank {} (cgroup)", "Another rank has ended without a word"
-_add_each("oom", OOM.format(1), "mid-epoch", "resumed", actions.killed_by_the_kernel, "1", said=ENDED)
-_add_each("oom", OOM.format(0), "evaluation checkpoint", "resumed", actions.killed_by_the_kernel, "0")
 NO_MEMORY = "out of memory: an allocation of rank 1 fails (RLIMIT_AS)"
 _add_each("no_memory", NO_MEMORY, "mid-epoch", "resumed", actions.no_address_space, "1")
 SIX = "start first-step mid-epoch evaluation checkpoint target"
 _add_each("disk_full", "disk full", SIX, "resumed", actions.disk_full, said="cannot be written")
-
-_for_good, AWAY = actions.store_away_for_good, "store away for longer than data.patience_sec"
-_add("store_away_start", "store away", "start", "refused", _for_good, "start", said=r"127\.0\.0\.1")
-_add("store_away", f"store away for {AWAY_SEC:.0f} s", "fetch", "went on", actions.store_away)
-_add("store_away_for_good", AWAY, "fetch", "resumed", _for_good, "fetch", said=r"data\.patience_sec=8")
-_add("store_slow", "store slow", "fetch", "went on", actions.store_slow)
-_wrong, WRONG = actions.store_wrong_bytes, "wrong bytes from the store for"
-_add("store_wrong_bytes", f"{WRONG} a while", "fetch", "went on", _wrong, True, said=DAMAGED)
-_add("store_wrong_for_good", f"{WRONG} good", "fetch", "resumed", _wrong, False, said=f"{DAMAGED}: .* tries")
 
 NO_NUMBER = "loss not a number, on rank 1 alone"
 _add("nan_first_step", NO_NUMBER, "first-step", "resumed", actions.not_a_number, 1, said=NAN)
@@ -149,10 +136,6 @@ _add_each(
     said=r"nothing heard of rank 1 .* It is stopped, dead or cut off",
     end_sec=STOPPED_SEC,
 )
-BACK = "clock set back by an hour"
-_add_each("clock_back", BACK, "mid-epoch evaluation", "went on", actions.clock_back, None)
-BACK_AND_KILLED = f"{BACK}, then SIGKILL of rank 0"
-_add("clock_back_and_killed", BACK_AND_KILLED, "mid-epoch", "resumed", actions.clock_back, "mid-epoch", KILL)
 TWICE, LATER = "the same run name twice at once", "has schema 2; this version reads 1"
 _add_each("twice", TWICE, "start mid-epoch", "refused", actions.same_name_twice, 0, said=TAKEN)
 _add("later_version", "checkpoint of a version to come", "start", "refused", actions.other_schema, said=LATER)

@@ -7,14 +7,12 @@ import os
 import subprocess
 import time
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from tests.faults import compare
-from tests.store.server import Store
 
 if TYPE_CHECKING:
     from miniature import Miniature
@@ -24,7 +22,6 @@ HALT_SEC = 180.0  # from a start to the moment at which it halts
 END_SEC = 25.0  # from a fault to the end of the last process
 RUN_SEC = 240.0  # of a start that nothing stops
 BATCH = 32  # images; six an epoch
-STORE_PREFIX = "faults/moments"
 
 # Batches of 32, six an epoch. A checkpoint each second batch, an evaluation and a snapshot each fourth; the target is met
 # by the second evaluation, in the second epoch.
@@ -177,7 +174,7 @@ class Verdict:
 
 
 class Setting:
-    """What all rows have in common: the miniature, the unbroken run, a store.
+    """What all rows have in common: the miniature and the unbroken run.
 
     Args:
         home: a folder of its own.
@@ -187,7 +184,6 @@ class Setting:
 
     def __init__(self, home: Path, miniature: Miniature, slack: float = 1.0):
         self.home, self.miniature, self.slack = home, miniature, slack
-        self._stack = contextlib.ExitStack()
         self._whole: dict[int, tuple[Path, str]] = {}
 
     def whole(self, ranks: int) -> tuple[Path, str]:
@@ -198,26 +194,6 @@ class Setting:
             at.finish(run)
             self._whole[ranks] = at.folder, run.result
         return self._whole[ranks]
-
-    @cached_property
-    def stage(self) -> dict[str, bytes]:
-        """The stage: name -> content."""
-        paths = sorted(self.miniature.moments.rglob("*"))
-        return {str(path.relative_to(self.miniature.moments)): path.read_bytes() for path in paths if path.is_file()}
-
-    @cached_property
-    def store(self) -> Store:
-        """An S3 store that has the stage."""
-        store = Store(self.home / "store")
-        self._stack.callback(store.close)
-        store.start()
-        for name, content in self.stage.items():
-            store.put(f"{STORE_PREFIX}/{name}", content)
-        return store
-
-    def close(self) -> None:
-        """End the store."""
-        self._stack.close()
 
 
 class At:
@@ -230,7 +206,6 @@ class At:
         self.runs = self.home / "runs"
         self.home.mkdir()
         self.more: list[str] = []
-        self.environment: dict[str, str] = {}
         self.cold = False
         self.stack = contextlib.ExitStack()
         self._starts = 0
@@ -261,7 +236,7 @@ class At:
         command = [*(["env"] if self.cold else []), *launcher, TRAINER, *self.words]
         own = {"FAULTS_FOLDER": str(folder), "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
         own |= {"FAULTS_AT": halt} if halt else {}
-        own |= self.environment | variables
+        own |= variables
         with open(folder / "said", "w") as said:
             process = self.stack.enter_context(started(*command, output=said.fileno(), **own))
         run = Started(process, folder, self.setting.slack)

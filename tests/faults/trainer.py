@@ -30,7 +30,6 @@ from callbacks.quality_target import QualityTarget
 from checkpointing.files import FULL, DigestingFile, file_stem
 from common.command import start
 from evaluation import generate
-from mds.fetch import RetryingStream
 from mds.moments import MomentsDataset
 from model import LatentDiffusion
 
@@ -94,7 +93,6 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "target": lambda: halting(QualityTarget, "batch_checkpoint", after=True, when=is_reached),
     "after": lambda: halting(benchmark, "end"),
     "data": lambda: halting(MomentsDataset, "read_batch", call=MID_EPOCH),  # in the loader's worker
-    "fetch": lambda: halting(RetryingStream, "_download_shard", call=2),  # there too
 }
 """Where a rank halts."""
 
