@@ -138,7 +138,7 @@ IN_PART_1 = """
     data encoders end_to_end eval_images evaluation export families faults flux_encodings hub interrupted_evaluation
     latents lora_runs masking metric_names miniature mixture mlflow mlperf_log moments order parts profile
     reader reader_waits refused_starts resume sample_randomness sharding shards shared_cache sources
-    stop_signals tables third_party_weights validation video_dataset video_latents video_run yamls
+    stop_signals tables third_party_weights validation video_dataset video_latents yamls
 """
 PART_1 = set(IN_PART_1.split())
 """Tests that read datasets are in one half: those that compare with plain streaming share its shared memory."""

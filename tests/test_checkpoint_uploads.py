@@ -9,7 +9,6 @@ import shutil
 import uuid
 
 import pytest
-from conftest import tree
 from test_checkpoints import newest, same_training, summary_of
 
 import benchmark
@@ -74,22 +73,6 @@ def refused(capsys, *words: str) -> str:
 
 
 # --- to the store, and back ---
-
-
-@pytest.mark.slow
-def test_a_finished_run_leaves_its_record_and_its_checkpoints_in_the_store(words_of, bucket, tmp_path, capsys):
-    address, client = bucket
-    assert main(*words_of(tmp_path, "a")) == 0
-    files = {name: content for name, content in tree(tmp_path / "a").items() if name != ".lock"}
-    record = {name: content for name, content in files.items() if not name.startswith("checkpoints/")}
-    assert numbers(address, "a", FULL) == [10, 9] and numbers(address, "a", WEIGHTS) == [64, 32]
-    assert stored(address, "a") == {name: len(content) for name, content in files.items()}
-    assert {name: read(client, f"{address}/a", name) for name in record} == record
-    # On an empty disk it is finished, and its weights are not fetched for that.
-    capsys.readouterr()
-    assert main(*words_of(tmp_path / "other", "a")) == 0
-    assert f"{tmp_path}/other/a is finished (max_duration=10ba)" in capsys.readouterr().err
-    assert {name: content for name, content in tree(tmp_path / "other" / "a").items() if name != ".lock"} == record
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

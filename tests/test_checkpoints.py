@@ -12,8 +12,6 @@ import json
 import os
 import shutil
 import signal
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -34,7 +32,6 @@ from checkpointing.resume import RunState
 from common.command_line import parse_command_line
 from common.errors import ConfigError
 from config import flatten, load
-from mds.moments import MomentsDataset
 from reports import page
 from training.config import ALIASES, RunConfig, resolve
 from training.optimizer import ScheduleConfig
@@ -221,22 +218,6 @@ def test_a_disk_without_room_for_a_whole_run_is_refused(words_of, tmp_path, caps
     assert output.startswith(f"{needed}{tmp_path} has 0.0469 free.") and not (tmp_path / "a").exists()
 
 
-def test_a_run_without_checkpoints_reports_that_ctrl_c_saved_nothing_and_begins_again(
-    words_of, tmp_path, capsys, monkeypatch
-):
-    before = signal.signal(signal.SIGINT, lambda number, frame: sys.exit(128 + number))  # as the command does
-    words = words_of(tmp_path, "a", "save.every_images=0", "save.snapshot_every_images=0", "max_duration=6ba")
-    try:
-        assert stopped_in_batch_five(monkeypatch, signal.SIGINT, *words) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "SIGINT: stopped. Nothing was saved: save.every_images and save.every_min are 0. " in capsys.readouterr().err
-    gc.collect()
-    assert main(*words) == 0
-    assert f"run_name: {tmp_path}/a resumes from its beginning: it has no checkpoint.\n" in capsys.readouterr().err
-    assert not (tmp_path / "a" / "checkpoints").exists()
-
-
 def test_a_run_without_an_interval_also_saves_by_time_unless_it_is_a_measurement():
     rows = {
         "": 30.0,
@@ -380,20 +361,3 @@ def test_a_signal_ends_the_run_at_the_next_batch_edge_with_a_checkpoint(words_of
     # A start's first two batches are not measured, here 6 and 7, nor is 8, in the same window as 7.
     one, two = summary_of(tmp_path / "a"), summary_of(whole / "whole")
     assert (one["warmup_batches"], one["windows"], two["warmup_batches"], two["windows"]) == (5, 2, 2, 4)
-
-
-def test_a_signal_ends_a_run_that_waits_for_its_first_batch(words_of, tmp_path, capsys, monkeypatch):
-    """While a store is away no batch ends, and a signal was obeyed there alone."""
-    read_batch = MomentsDataset.read_batch
-
-    def slow(self, sample_ids):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1.5)
-        return read_batch(self, sample_ids)
-
-    monkeypatch.setattr(MomentsDataset, "read_batch", slow)
-    handler = signal.getsignal(signal.SIGTERM)
-    assert main(*words_of(tmp_path, "a")) == 128 + signal.SIGTERM
-    signal.signal(signal.SIGTERM, handler)
-    assert "SIGTERM: stopped after batch 0; nothing has been trained. " in capsys.readouterr().err
-    assert not list_checkpoints(tmp_path / "a" / "checkpoints", FULL)

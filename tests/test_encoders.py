@@ -1,19 +1,14 @@
-"""Published weights in use: the same encoders in training and prepare.latents, from any file, known by fingerprints."""
+"""Published weights in use: the same encoders from any file, known by fingerprints."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from conftest import TINY_RUN
 from test_published_weights import tiny_networks, whole_ldm_file, write
 from transformers import CLIPTextConfig
 
-import benchmark
 from families import load_family
 from families.encoders import build_encoders, weights_problems
-from prepare import latents
 from weights.encoder_networks import build_clip_text
 
 
@@ -43,28 +38,6 @@ def test_the_same_weights_have_the_same_fingerprints_in_every_file_and_are_froze
         assert not any(p.requires_grad for module in encoders.modules.values() for p in module.parameters())
     [text] = weights_problems(load_family("sd2", "tiny", "sd15"), published["ckpt"])  # another text encoder
     assert text.startswith("text: ") and "It has " in text and "cond_stage_model.model" in text
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60, func_only=True)
-def test_moments_and_training_know_each_others_encoders(published, stage, tmp_path, capsys):
-    """Made from the .ckpt, trained on with the same weights as .safetensors; with others, or random ones, refused."""
-    small = ["model.preset=tiny", "image_size=64"]
-    out = tmp_path / "moments"
-    assert latents.main([str(stage), str(out), *small, f"model.weights={published['ckpt']}"]) == 0
-    facts = json.loads((out / "dataset.json").read_text())
-    expected = build_encoders(load_family("sd2", "tiny", "stock"), published["safetensors"]).fingerprints
-    assert facts["encoders"] == expected
-
-    words = [*TINY_RUN, "data.stage=moments", f"data.remote={out}", f"run_folder={tmp_path}", "data.workers=0"]
-    assert benchmark.main([*words, f"model.weights={published['safetensors']}", "run_name=same"]) == 0
-    summary = json.loads((tmp_path / "same/summary.json").read_text())
-    assert {name: summary[f"{name}_fingerprint"] for name in expected} == expected
-    capsys.readouterr()
-    for weights in (published["other"], "random"):
-        assert benchmark.main([*words, f"model.weights={weights}", f"run_name={len(weights)}"]) == 2
-        problems = capsys.readouterr().err.splitlines()
-        assert len(problems) == 2 and all("were made with" in problem for problem in problems)
 
 
 def test_random_text_encoders_are_those_of_transformers_4_number_for_number():

@@ -26,7 +26,7 @@ from families.sampling import prompt_generator, prompt_noise
 from model import LatentDiffusion, build_model
 from training import initial_weights
 from weights import ldm_names
-from weights.encoder_networks import LLAMA_PAD, LlamaTokenizer, T5Tokenizer
+from weights.encoder_networks import T5Tokenizer
 from weights.tensors import fingerprint
 
 SIZE = (96, 64)
@@ -145,28 +145,6 @@ def test_the_second_tokenizer_of_flux_gives_the_familys_tokens_from_bytes_and_fr
         tokens = theirs(captions, padding="max_length", max_length=16, truncation=True, return_tensors="pt").input_ids
         for tokenizer in (ours, T5Tokenizer(16, folder / "tokenizer.json")):
             assert torch.equal(tokenizer(captions), tokens), file
-
-
-def test_the_tokenizer_of_llama_gives_the_familys_tokens_from_words(tmp_path):
-    """Marks of the template are tokens, as in the published file; from bytes: in the images above."""
-    import transformers
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-
-    from families.hunyuan_video import TEMPLATE, TEMPLATE_TOKENS
-
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "Describe": 3, "red": 5, "circle": 6}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    marks = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<pad>")
-    words.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
-    words.save(str(tmp_path / "tokenizer.json"))
-    ours = LlamaTokenizer(120, TEMPLATE, TEMPLATE_TOKENS, tmp_path / "tokenizer.json")
-    folder = tmp_path / "saved"
-    theirs = getattr(transformers, pipeline_files.save_llama_tokenizer(folder, ours)).from_pretrained(folder)
-    texts = [TEMPLATE.format(caption) for caption in CAPTIONS]
-    made = theirs(texts, padding="max_length", max_length=120, truncation=True, return_tensors="pt")
-    tokens, is_text = ours(CAPTIONS), made.attention_mask.bool()
-    assert torch.equal(tokens != LLAMA_PAD, is_text) and torch.equal(tokens[is_text], made.input_ids[is_text])
-    assert is_text.sum(dim=1).tolist()[1] == 120 and 5 in tokens[0] and words.token_to_id("<|eot_id|>") in tokens[0]
 
 
 # --- and back ---

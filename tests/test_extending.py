@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_checkpoints import newest, same_training
 
 import benchmark
+import export
 from common.plugins import parse_plugin
 
 EXAMPLES = ROOT / "tests/examples"
@@ -74,6 +75,8 @@ def test_a_model_an_optimizer_and_an_algorithm_from_outside_train_and_resume_bit
     assert run(tmp_path, "part", model, optimizer, algorithm) == 0
     logged = capsys.readouterr().err
     assert "resumes from batch 2" in logged and "next: " not in logged  # export.py has no pipeline for it
+    assert export.main([str(tmp_path / "part"), str(tmp_path / "out")]) == 2
+    assert "is not exported: no pipeline of diffusers takes its parts" in capsys.readouterr().err
     one, two = newest(tmp_path, "whole"), newest(tmp_path, "part")
     assert same_training(one, two)
     for content in (one, two):  # of both starts

@@ -14,7 +14,6 @@ from families.encoders import ModelConfig
 from families.objectives import ObjectiveConfig
 from model import AUTOCAST_DTYPES, LatentDiffusion, build_model
 from prepare.encoder import Encoder
-from training.memory import measure_cost
 
 SIZE = (96, 64)
 ON_CPU = ModelConfig("flux", "tiny", "schnell", weights="random", frozen_device="cpu")
@@ -109,19 +108,3 @@ def test_a_step_on_a_gpu_gets_what_encoders_on_the_cpu_make(config):
 
 
 # --- what they cost ---
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120, func_only=True)
-def test_encoders_on_the_cpu_take_the_machines_memory_and_none_of_the_gpus_nor_of_its_operations(monkeypatch):
-    options = dict(stage="moments", size=SIZE, precision="fp32")
-    here = measure_cost(ON_CPU, ObjectiveConfig(), **options)
-    assert here == measure_cost(ON_DEVICE, ObjectiveConfig(), **options)  # on a CPU both are one place
-    assert here.frozen_gib == 4 * here.frozen_parameters / 2**30 and here.frozen_host_gib == 0.0
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    apart, beside = (measure_cost(config, ObjectiveConfig(), **options) for config in (ON_CPU, ON_DEVICE))
-    assert (apart.frozen_gib, apart.frozen_host_gib) == (0.0, beside.frozen_gib) == (0.0, here.frozen_gib)
-    assert beside.memory_gib(1, ema=False) - apart.memory_gib(1, ema=False) == pytest.approx(here.frozen_gib, rel=1e-6)
-    assert beside.flops_per_image == here.flops_per_image
-    stored = measure_cost(ON_DEVICE, ObjectiveConfig(), **options, stored_text=True)
-    assert apart.flops_per_image == stored.flops_per_image < beside.flops_per_image  # the network's alone

@@ -11,27 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, run, started
+from conftest import run, started
 
 from checkpointing.files import FULL, list_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400, func_only=True)]
-
-AT_IMPORTS = {
-    "benchmark.py": "benchmark.py: interrupted before it began. The same command starts it again.\n",
-    "-m prepare.shards in out": "prepare.shards: interrupted. What is done stays; the same command continues from there.\n",
-}
-
-
-@pytest.mark.parametrize(("words", "text"), AT_IMPORTS.items())
-def test_an_interrupt_in_the_imports_is_one_line(words, text):
-    command, options = [sys.executable, *words.split()], {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **options) as process:  # cold, so that it has imports
-        while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        message = process.communicate(timeout=60)[1]
-    assert (process.returncode, message) == (130, text)
 
 
 def interrupted(process: subprocess.Popen[str]) -> str:

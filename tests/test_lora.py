@@ -17,12 +17,9 @@ from test_families import CAPTIONS, TRAINED, every_network, tiny
 import benchmark
 from common.errors import ConfigError
 from families import lora, pipeline_files
-from families.encoders import ModelConfig
 from families.lora import LoraConfig, find_adapted_layers
-from families.objectives import ObjectiveConfig
 from families.sampling import prompt_noise
 from model import AUTOCAST_DTYPES, LatentDiffusion
-from training.memory import measure_cost
 from weights.tensors import fingerprint, trained_parameters
 
 pytestmark = [
@@ -199,22 +196,6 @@ def test_plain_diffusers_loads_base_and_adapter_and_draws_our_images(tmp_path):
 
 
 # --- what it takes ---
-
-
-def test_the_estimate_counts_base_adapter_and_its_states():
-    model = with_adapter("flux", "dev", "bf16")
-    config, objective = ModelConfig("flux", "tiny", weights="random"), ObjectiveConfig()
-    options = dict(stage="moments", stored_text=True, has_encoders=False, size=SIZE, precision="bf16")
-    full = measure_cost(config, objective, **options)
-    cost = measure_cost(config, objective, **options, lora=(RANK, model.family.lora_targets))
-    base = [p for p in model.denoiser.parameters() if not p.requires_grad]
-    assert cost.trained_parameters == sum(p.numel() for p in trained_parameters(model).values())
-    assert cost.frozen_parameters == sum(p.numel() for p in base) == full.trained_parameters
-    kinds = cost.memory_by_kind(1, ema=True)
-    assert kinds["frozen base"] * 2**30 == pytest.approx(sum(p.nbytes for p in base))
-    assert kinds["optimizer states"] * 2**30 == 8 * cost.trained_parameters
-    assert cost.flops_per_image < full.flops_per_image  # no gradients of the base's weights
-    assert full.memory_by_kind(1, ema=True)["frozen base"] == 0.0
 
 
 # --- refused ---

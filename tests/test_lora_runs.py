@@ -91,10 +91,6 @@ def test_a_merged_export_is_base_plus_product_and_an_adapter_is_written_alone(tu
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     layers = {name.removeprefix("unet.").removesuffix(".lora_A.weight") for name in adapter if ".lora_A." in name}
     assert changed == {f"{layer}.weight" for layer in layers} and len(adapter) == 2 * len(layers)
-    snapshot = read_checkpoint(list_checkpoints(folder / "checkpoints", WEIGHTS)[0])["ema"]["weights"]
-    for name, tensor in snapshot.items():  # alpha / rank is in B
-        stored = adapter[name.replace("denoiser.", "unet.").replace(".default.", ".")]
-        assert torch.equal(stored, tensor * (2 / RANK if ".lora_B." in name else 1))
     read, alphas = StableDiffusionXLPipeline.lora_state_dict(dict(kohya))[:2]  # diffusers reads A1111's names too
     assert kohya.keys() == convert_state_dict_to_kohya(dict(adapter)).keys()
     assert len(read) == 2 * len(layers) == 2 * len(alphas)

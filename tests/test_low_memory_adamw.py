@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,8 @@ import torch
 from conftest import TINY_RUN
 from test_checkpoints import newest, same_training
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import benchmark
-from callbacks.gradient_norm import total_norm
 from training import low_memory_adamw
 from training.low_memory_adamw import SMALL, SmallAdamW, rounded
 from training.optimizer import OptimizerConfig, build_optimizer
@@ -143,62 +139,6 @@ def test_a_tensor_in_pieces_is_that_in_one(monkeypatch):
     monkeypatch.setattr(low_memory_adamw, "PIECE", 1024)
     train(parts, optimizer_of(parts, "bf16", rounding="nearest"), range(3))
     assert equal(whole, parts)
-
-
-# --- on several ranks ---
-
-
-def layers() -> nn.Module:
-    """Rows that two ranks share evenly, and 65 that they do not."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 65, bias=False))
-
-
-def gradients(model: nn.Module, step: int, dtype: torch.dtype) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    for n, parameter in enumerate(model.parameters()):
-        whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * step + n))
-        yield parameter, whole.to(dtype)
-
-
-def of_a_rank(rank: int, folder: str, states: str, dtype: torch.dtype) -> None:
-    """Train a network that is divided over two ranks, and keep its whole weights and moments."""
-    store = torch.distributed.FileStore(f"{folder}/store", 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    model = fully_shard(layers().to(dtype))
-    optimizer = optimizer_of(model, states)
-    for step in range(3):
-        for parameter, whole in gradients(model, step, dtype):
-            parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-        norm = total_norm([parameter.grad for parameter in model.parameters()])
-        optimizer.step()
-    saved = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    for n, state in optimizer.state_dict()["state"].items():
-        saved |= {f"{n}.{name}": v.full_tensor() for name, v in state.items() if isinstance(v, DTensor)}
-    if rank == 0:
-        torch.save({**saved, "norm": norm}, f"{folder}/kept.pt")
-    torch.distributed.barrier()  # gloo's threads end a process whose peer has left before
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("states", "dtype"), [("fp32", torch.bfloat16), ("bf16", torch.float32)])
-def test_two_ranks_with_half_of_each_tensor_make_the_step_of_one(tmp_path, states, dtype):
-    """Random bits are drawn for each part, so the two differ by roundings: by less than a distance in each of 3 steps."""
-    torch.multiprocessing.spawn(of_a_rank, (str(tmp_path), states, dtype), nprocs=2)
-    saved, model = torch.load(tmp_path / "kept.pt"), layers().to(dtype)
-    optimizer = optimizer_of(model, states)
-    for step in range(3):
-        for parameter, whole in gradients(model, step, dtype):
-            parameter.grad = whole
-        norm = total_norm([parameter.grad for parameter in model.parameters()])
-        optimizer.step()
-    assert saved["norm"].item() == pytest.approx(norm.item(), rel=1e-6)
-    for name, value in model.state_dict().items():
-        assert saved[name].dtype == dtype
-        torch.testing.assert_close(saved[name], value, rtol=3 * DISTANCE, atol=0.002)
-    for n, state in optimizer.state_dict()["state"].items():
-        for name in low_memory_adamw.NAMES:
-            torch.testing.assert_close(saved[f"{n}.{name}"], state[name], rtol=3 * DISTANCE, atol=2e-3)
 
 
 # --- the same again ---

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from types import SimpleNamespace
 
 import pytest
 from conftest import TINY_RUN
 
 import benchmark
-from callbacks.profile import Profile, ProfileConfig
+from callbacks.profile import ProfileConfig
 
 pytestmark = pytest.mark.timeout(120, func_only=True)
 
@@ -43,23 +42,6 @@ def test_windows_of_recorded_batches_are_not_measured(run):
     assert summary["batches"] == 8 and summary["windows"] == 3  # two of warming up, the profiler's own, two recorded
     speeds = sorted(line["images_per_sec"] for line in lines if not (line["warmup"] or line["profiled"]))
     assert summary["images_per_sec"] == pytest.approx(speeds[1], rel=1e-4)
-
-
-@pytest.mark.parametrize("has_earlier", [False, True])
-def test_a_start_too_short_for_its_profile_reports_it_and_keeps_an_earlier_one(tmp_path, capsys, has_earlier):
-    """Epochs are counted in batches only when the stage is read, so that the check of the configuration cannot know."""
-    profile = Profile(ProfileConfig(batches=2), tmp_path, about={}, warmup_batches=3, mark_unmeasured=lambda: None)
-    table, start = tmp_path / "profile" / "table.txt", SimpleNamespace(batch=SimpleNamespace(value=30))
-    if has_earlier:
-        table.parent.mkdir()
-        table.write_text("-")
-    profile.fit_start(SimpleNamespace(timestamp=start), None)
-    assert profile.about["batches"] == [34, 35]
-    profile.fit_end(None, None)
-    said = "profile: nothing was recorded: 0 batches were trained here, 5 would have been needed. Lower profile.start_batch."
-    earlier = f" {table.parent} is of an earlier start, as its table says."
-    assert capsys.readouterr().err == f"{said}{earlier if has_earlier else ''}\n"
-    assert table.exists() is has_earlier and (not has_earlier or table.read_text() == "-")
 
 
 # --- its keys ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +18,7 @@ from test_eval_images import told_by
 from test_published_weights import as_ldm, write
 from torch import nn
 
-import benchmark
 import eval as eval_command
-from evaluation.table import read_rows
 from families import load_family
 from families.encoders import ModelConfig, build_encoders
 from training import initial_weights
@@ -149,21 +146,6 @@ def benchmark_model(place: str):
     return model
 
 
-@pytest.mark.slow
-def test_runs_and_third_party_weights_are_in_one_table_and_on_one_curve(theirs, miniature, tmp_path):
-    words = ["ema.decay=0.5", "save.snapshot_every_images=16", "eval.guidance=2"]
-    assert benchmark.main(miniature.small(tmp_path, "ours", *words)) == 0
-    words = [str(tmp_path / "ours"), str(theirs / "alone"), str(theirs / "both.ckpt"), "model.weights=shipped", *SHAPES]
-    words += [f"eval.prompts={miniature.prompts}", f"eval.clip={WEIGHTS}/clip/model.safetensors", "eval.num_prompts=4"]
-    words += ["eval.statistics=null", "eval.inception=null", "eval.steps=2", "eval.sampler=ddim", "image_size=32"]
-    assert eval_command.main([*words, "snapshots=all", "eval.guidance=2", f"out={tmp_path}/curve"]) == 0
-    rows = read_rows(tmp_path / "curve/eval.csv")
-    models = [("ours", 16, "ema"), ("ours", 32, "ema"), ("alone", None, "published"), ("both.ckpt", None, "ema")]
-    assert [(row["model"], row.get("images"), row["weights"]) for row in rows] == models
-    assert rows[2]["clip"] == rows[3]["clip"] and all(math.isfinite(row["clip"]) for row in rows)
-    assert (tmp_path / "curve/eval.png").is_file()
-
-
 # --- what cannot be ---
 
 
@@ -183,21 +165,6 @@ def test_a_model_of_another_class_or_a_folder_of_something_else_is_named(tmp_pat
     (other / "a\x1b[31m.txt").touch()
     text = f"{other} has neither config.yaml, model_index.json, unet/, transformer/ nor images: a\\x1b[31m.txt. "
     assert refusal(capsys, other, tmp_path / "x").startswith(text)
-
-
-def test_the_config_beside_a_unets_file_is_compared(theirs, tmp_path):
-    folder = shutil.copytree(theirs / "alone/unet", tmp_path / "unet")
-    config = folder / "config.json"
-    model = dataclasses.replace(MODEL, denoiser=str(folder / "diffusion_pytorch_model.safetensors"))
-    assert initial_weights.problems(model, "v") == []
-    stated = json.loads(config.read_text())
-    config.write_text(json.dumps({**stated, "norm_num_groups": 1}))
-    [problem] = initial_weights.problems(model, "v")
-    text = f"model.denoiser: {config} has norm_num_groups 1, this model's has {stated['norm_num_groups']}: it is of another "
-    assert problem.text.startswith(text)
-    for other in ("[", "[1]", '{"norm_num_groups": 1}'):  # a config.json of something else
-        config.write_text(other)
-        assert initial_weights.problems(model, "v") == []
 
 
 @pytest.mark.slow

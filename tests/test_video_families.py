@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import test_families
 import torch
-from safetensors.torch import load_file, save_file
 
 from families import load_family, pipeline_files
 from families.encoders import ModelConfig, model_problems
@@ -191,12 +190,8 @@ def test_a_video_without_its_first_frame_is_refused():
 # --- published folders ---
 
 
-def published(name: str, folder: Path, *, has_prefix: bool = False) -> tuple[LatentDiffusion, Path]:
-    """Write a tiny model's networks as their makers publish them, by the libraries' own classes; return the model too.
-
-    Args:
-        has_prefix: CLIP's tensors are named as transformers 4 did it, `text_model.` or `vision_model.` before each.
-    """
+def published(name: str, folder: Path) -> tuple[LatentDiffusion, Path]:
+    """Write a tiny model's networks as their makers publish them, by the libraries' own classes; return the model too."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import CLIPTextModel
 
@@ -209,12 +204,12 @@ def published(name: str, folder: Path, *, has_prefix: bool = False) -> tuple[Lat
     if name == "wan":
         clip = frozen["clip"].vision_model
         whole = with_more_layers(clip, clip.config.num_hidden_layers + 1)
-        save_clip(whole, folder / "image_encoder", "vision_model." if has_prefix else "")
+        whole.save_pretrained(folder / "image_encoder")
     if name == "hunyuan_video":
         with_more_layers(frozen["llama"]._model[0], 4).save_pretrained(folder / "text_encoder")
         text = CLIPTextModel(frozen["text"].config)
         text.load_state_dict({n.removeprefix("text_model."): t for n, t in frozen["text"].state_dict().items()})
-        save_clip(text, folder / "text_encoder_2", "text_model." if has_prefix else "")
+        text.save_pretrained(folder / "text_encoder_2")
         pipeline_files.save_clip_tokenizer(folder / "tokenizer_2", pipeline_files.CLIP_END_TEXT)
         words = Tokenizer(models.WordLevel({"<unk>": 0, "red": 5, "circle": 6, "user": 7}, unk_token="<unk>"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -223,19 +218,10 @@ def published(name: str, folder: Path, *, has_prefix: bool = False) -> tuple[Lat
     return model, folder
 
 
-def save_clip(model: Any, folder: Path, prefix: str) -> None:
-    """Save one of CLIP's networks as transformers 5 does it, or with a prefix as transformers 4 did, and its position_ids."""
-    model.save_pretrained(folder)
-    if prefix:
-        tensors = {f"{prefix}{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-        tensors[f"{prefix}embeddings.position_ids"] = torch.arange(5)[None]
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(("name", "has_prefix"), [("mochi", False), ("hunyuan_video", True), ("wan", False)])
-def test_encoders_and_denoiser_are_read_from_a_folder_as_it_is_published(name, has_prefix, tmp_path):
+@pytest.mark.parametrize("name", ["mochi", "hunyuan_video", "wan"])
+def test_encoders_and_denoiser_are_read_from_a_folder_as_it_is_published(name, tmp_path):
     """Layers that nobody reads are left out; another variant's denoiser, or a folder without a part, is refused by name."""
-    model, folder = published(name, tmp_path, has_prefix=has_prefix)
+    model, folder = published(name, tmp_path)
     config = ModelConfig(name, "tiny", "i2v" if name == "wan" else "stock", weights=str(folder), denoiser=str(folder))
     assert model_problems(config, SIZE, needs_encoders=True) == [] == initial_weights.problems(config, "flow")
     read = build_model(config, ObjectiveConfig(), size=SIZE, normalize="symmetric", seed=5)
