@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import diffusers
 import pytest
 import torch
 from diffusers.utils.torch_utils import randn_tensor
@@ -98,6 +99,18 @@ def test_more_steps_come_nearer_to_the_exact_flow(sampler, prediction):
         found = sample(ideal(prediction), noise, steps=steps, sampler=sampler, prediction=prediction)
         errors.append(float((found - exact(noise, sampler, steps)).abs().max()))
     assert errors[0] < at_50 and errors[1] < at_50 / 10 and errors[1] < errors[0] / 6
+
+
+# Of Stable Diffusion 2's repository, the file of its scheduler; its documentation makes the other samplers from it.
+PUBLISHED = {"beta_end": 0.012, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "clip_sample": False}
+PUBLISHED |= {"num_train_timesteps": 1000, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1}
+PUBLISHED |= {"trained_betas": None}
+CLASSES = {
+    "ddim": diffusers.DDIMScheduler,
+    "plms": diffusers.PNDMScheduler,
+    "dpm++": diffusers.DPMSolverMultistepScheduler,
+    "euler": diffusers.EulerDiscreteScheduler,
+}
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "dpm++", "euler"])
