@@ -202,30 +202,3 @@ def test_ranks_that_do_not_fit_nodes_and_gpus_are_refused(capsys, tmp_path, monk
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     [problem] = refused(capsys, *words)
     assert problem.startswith("composer -n: 2 ranks on this machine, which has 1 GPUs. ")
-
-
-def test_callbacks_come_in_an_order_with_reasons(miniature, tmp_path, monkeypatch):
-    names, build = [], benchmark.build_trainer
-
-    def build_and_stop(*arguments):
-        names.extend(type(callback).__name__ for callback in build(*arguments).state.callbacks)
-        raise ValueError("that is all")
-
-    monkeypatch.setattr(benchmark, "build_trainer", build_and_stop)
-    own = ["eval.when=in_training", "eval.every_images=16", "target.fid=1", "profile.batches=1", "mlperf.enabled=true"]
-    assert benchmark.main(miniature.small(tmp_path, "a", *own)) == 2
-    for line in BEFORE.strip().splitlines():
-        first, second = line.partition(":")[0].split(" < ")
-        assert names.index(first) < names.index(second), line
-
-
-BEFORE = """
-Profile < Throughput: its marks enclose the work of the others
-BatchRandomness < GradientNorm: random numbers are drawn before anything looks at the batch
-GradientNorm < RunRecord: the norm of a window is known when the window is written
-Throughput < RunRecord: a window is closed before it is written
-RunRecord < Checkpointer: a checkpoint keeps the losses of its own batch, too
-Checkpointer < EveryNImages: weights are saved before they are evaluated: a killed evaluation is made again
-EveryNImages < QualityTarget: the target is asked about the newest evaluation
-QualityTarget < MLPerfLog: the log closes with what the target has decided
-"""

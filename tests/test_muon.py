@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -16,10 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import benchmark
 from families import load_family
-from families.encoders import ModelConfig
-from families.objectives import ObjectiveConfig
 from training import muon
-from training.memory import measure_cost
 from training.muon import hidden_weights, problems
 from training.optimizer import OptimizerConfig, build_optimizer
 from weights.tensors import build_on_meta
@@ -110,18 +106,6 @@ def test_adamw_has_the_first_and_last_layers_embeddings_norms_and_tables(family,
     names = {name for name in names if not name.endswith("scale_shift_table")}  # of Wan
     expected = outside.split()
     assert {next((each for each in expected if name.startswith(each)), name) for name in names} == set(expected)
-
-
-def test_the_planned_memory_of_the_states_is_what_they_take():
-    config = ModelConfig("shapes", "tiny", "flow")
-    traced = measure_cost(config, ObjectiveConfig(), stage="moments", size=(32, 32), precision="fp32")
-    denoiser = load_family("shapes", "tiny", "flow").build_denoiser()
-    optimizer = build_optimizer(CONFIG, denoiser, 8)
-    for parameter in denoiser.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    states = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
-    assert dataclasses.replace(traced, optimizer="muon").bytes_of_states == sum(tensor.nbytes for tensor in states)
 
 
 def of_a_rank(rank: int, folder: str) -> None:

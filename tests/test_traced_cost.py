@@ -11,15 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.files import write_problem
-from data import DataConfig
-from ema import EMAConfig
 from families.encoders import ModelConfig
 from families.objectives import ObjectiveConfig
 from model import build_model
 from preflight.config_checks import batch_problem
-from preflight.plan import savings
 from training import memory
-from training.config import RunConfig
 from training.memory import Cost, measure_cost, memory_problem
 
 GIB = 2**30
@@ -90,17 +86,6 @@ def test_too_little_memory_names_need_room_and_ways_out(monkeypatch):
     monkeypatch.setattr(memory, "available_gib", lambda: (1.2, "this machine (free now)"))
     text = memory_problem(COST, 16, 1, ema=False, savings=["gradient_checkpointing=1", "precision=bf16"])
     assert "has 1.2. Ways out: gradient_checkpointing=1, precision=bf16, a smaller image_size, " in text
-
-
-def test_suggested_savings_are_those_that_the_run_does_not_use(monkeypatch):
-    plain = RunConfig(precision="fp32", ema=EMAConfig(enabled=True))
-    on_cpu = dict(ema=EMAConfig(enabled=True, device="cpu"), model=ModelConfig(frozen_device="cpu"))
-    saving = RunConfig(precision="bf16", gradient_checkpointing=1.0, **on_cpu)
-    assert savings(plain) == ["gradient_checkpointing=1", "precision=bf16"] and savings(saving) == []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert savings(plain)[2:] == ["ema.device=cpu", "model.frozen_device=cpu"] and savings(saving) == []
-    stored = DataConfig(stage="moments", text="stored", synthetic=True)  # no encoder is built
-    assert savings(dataclasses.replace(plain, data=stored))[2:] == ["ema.device=cpu"]
 
 
 @pytest.mark.parametrize(("ranks", "ema", "microbatch"), [(1, False, 0), (8, True, 32)])

@@ -40,16 +40,15 @@ def with_more_layers(own: Any, depth: int) -> Any:
     return theirs
 
 
-def t5_of(model: LatentDiffusion, folder: Path) -> dict[str, Any]:
-    """Return transformers' own T5 or UMT5 with a model's weights, and its tokenizer."""
-    from transformers import PreTrainedTokenizerFast, T5EncoderModel, UMT5EncoderModel
+def t5_of(model: LatentDiffusion) -> Any:
+    """Return transformers' own T5 or UMT5 with a model's weights."""
+    from transformers import T5EncoderModel, UMT5EncoderModel
 
     is_wan = model.family.name == "wan"
     own = model.frozen["umt5" if is_wan else "t5"]
     theirs = (UMT5EncoderModel if is_wan else T5EncoderModel)(own.config).eval()
     theirs.load_state_dict({**own.state_dict(), "encoder.embed_tokens.weight": own.shared.weight})
-    model.family.save_tokenizers(folder)
-    return dict(text_encoder=theirs, tokenizer=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"))
+    return theirs
 
 
 def with_diffusers_attention(model: LatentDiffusion) -> LatentDiffusion:
@@ -200,7 +199,8 @@ def published(name: str, folder: Path) -> tuple[LatentDiffusion, Path]:
     model.denoiser.save_pretrained(folder / "transformer")
     frozen["vae"].save_pretrained(folder / "vae")
     if name != "hunyuan_video":
-        t5_of(model, folder)["text_encoder"].save_pretrained(folder / "text_encoder")
+        model.family.save_tokenizers(folder)
+        t5_of(model).save_pretrained(folder / "text_encoder")
     if name == "wan":
         clip = frozen["clip"].vision_model
         whole = with_more_layers(clip, clip.config.num_hidden_layers + 1)
