@@ -129,17 +129,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_batch_and_rank(tmp_pa
     assert not (tmp_path / "a" / "summary.json").exists()
 
 
-def test_unusable_samples_are_named_in_the_record(tmp_path, capsys):
-    from test_data import BROKEN, stage_with
-
-    words = [f"data.local={stage_with(tmp_path, BROKEN)}", "data.workers=0", "model.weights=random"]
-    assert main(*TINY_RUN, *words, f"run_folder={tmp_path}", "run_name=a") == 0
-    lines = [json.loads(line) for line in (tmp_path / "a" / "bad_samples.jsonl").read_text().splitlines()]
-    assert {line["sample"]: line["reason"] for line in lines}[4] == "not an image" and len(lines) == 4
-    assert json.loads((tmp_path / "a" / "summary.json").read_text())["bad_samples"] == 4
-    assert metrics(tmp_path / "a")[-1]["bad_samples"] == 4
-
-
 # --- configurations ---
 
 

@@ -119,14 +119,6 @@ def test_the_posterior_is_drawn_at_every_reading_or_its_mean_is_taken_by_key():
     torch.testing.assert_close(model.encode(drawn(model, batch, 1))[0], mean * 0.18215)
 
 
-def test_each_variant_fills_in_its_own_objective_where_nothing_is_said():
-    own = dict(prediction="epsilon", caption_dropout=0.2)
-    rows = ("stock", {}, ("epsilon", 0.1)), ("mlperf", {}, ("v", 0.0)), ("mlperf", own, ("epsilon", 0.2))
-    for variant, given, expected in rows:
-        model = tiny(variant=variant, **given)
-        assert (model.objective.prediction, model.caption_dropout) == expected
-
-
 def test_dropped_captions_become_the_empty_caption_and_the_others_stay():
     model = tiny(caption_dropout=0.5)
     batch = drawn(model, images_batch(64))

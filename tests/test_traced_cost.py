@@ -10,11 +10,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.files import write_problem
 from families.encoders import ModelConfig
 from families.objectives import ObjectiveConfig
 from model import build_model
-from preflight.config_checks import batch_problem
 from training import memory
 from training.memory import Cost, measure_cost, memory_problem
 
@@ -101,20 +99,3 @@ def test_memory_is_the_sum_of_its_kinds(monkeypatch, ranks, ema, microbatch):
     assert {kind: kinds[kind] for kind in expected} == expected and sum(expected.values()) == sum(kinds.values())
     assert COST.checkpoint_gib(ema=ema) == (1.0 if ema else 12 / 16)
     assert COST.snapshot_gib(ema=ema) == (0.5 if ema else 4 / 16)
-
-
-def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
-    assert batch_problem(2048, 8, 16) is None
-    assert batch_problem(2000, 8, 16) == "2000 is not a multiple of 8 ranks x 16 microbatch = 128. Nearest: 1920, 2048."
-    assert all(str(batch_problem(size, 8, 1)).endswith(" = 8. Nearest: 8.") for size in (4, -8))
-
-
-def test_a_folder_that_cannot_be_written_is_found_and_nothing_is_left_behind(tmp_path):
-    assert write_problem(tmp_path / "a" / "b") is None and list(tmp_path.iterdir()) == []
-    (tmp_path / "file").touch()
-    reason = f"cannot be written: {tmp_path}/file: Not a directory. Give a folder that this user may write in."
-    assert write_problem(tmp_path / "file" / "runs") == f"{tmp_path}/file/runs {reason}"
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    assert f"cannot be written: {tmp_path}/loop is a link to nothing. " in write_problem(tmp_path / "loop/a/b")
-    (tmp_path / "link").symlink_to(tmp_path)
-    assert write_problem(tmp_path / "link" / "new") is None
