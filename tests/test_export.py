@@ -105,7 +105,7 @@ def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run
     own, of_videos = ModelConfig(preset="tiny", variant="mlperf", denoiser=str(outs["sd2_mlperf"])), outs["wan_t2v"]
     assert initial_weights.problems(own, None) == []
     other = ModelConfig(preset="tiny", variant="mlperf", denoiser=str(outs["sd2_stock"]))
-    assert "it is of another" in initial_weights.problems(other, "v")[0].text
+    assert any("it is of another" in problem.text for problem in initial_weights.problems(other, "v"))
     source = sources.find_source(str(of_videos), ModelConfig(), with_encoders=True)
     assert sources.model_keys_of_export(source)["num_frames"] == 5
 

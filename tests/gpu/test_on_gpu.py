@@ -145,9 +145,3 @@ def test_a_stop_waits_for_a_few_seconds_of_queued_steps_at_most():
     torch.cuda.synchronize()
     left = time.monotonic() - since
     assert left < QUEUE_SEC + 1.0 and (queued > 1.0 or left < 1.0)
-
-
-def test_a_profile_of_a_gpu_has_the_times_of_kernels(tmp_path):
-    words = [*TINY_RUN, "--use_synth_data", "max_duration=8ba", "profile.batches=3", f"run_folder={tmp_path}"]
-    assert benchmark.main([*words, "run_name=a"]) == 0
-    assert "Self CUDA time total" in (tmp_path / "a" / "profile" / "table.txt").read_text()
