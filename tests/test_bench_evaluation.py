@@ -8,8 +8,6 @@ import pytest
 from conftest import TINY_RUN, run
 
 from bench import evaluation
-from evaluation.clip_score import load_clip
-from evaluation.scorer import EvalConfig
 
 WORDS = [*[word for word in TINY_RUN if not word.startswith("max_duration")], "eval.num_prompts=4", "eval.steps=2"]
 
@@ -30,17 +28,6 @@ def test_a_rung_is_scored_three_times_after_a_first(tmp_path):
     rounds = [4 / summary[f"images_per_sec{end}"] + summary["figures_seconds"] for end in ("_min", "", "_max")]
     assert sum(rounds) == pytest.approx(summary["seconds"], rel=1e-3)
     assert f"images_per_sec={summary['images_per_sec']}" in done.stdout
-
-
-def test_the_record_names_the_pair_that_has_measured(monkeypatch):
-    """Of the full preset it is exchanged for one at its size; here for another that is as small."""
-    pair = load_clip("random")
-    pair.fingerprint = "of the other"
-    monkeypatch.setattr(evaluation, "load_clip", lambda *given: pair)
-    scorer = evaluation.build_scorer(EvalConfig(num_prompts=2), "full", (512, 512), seed=17)
-    assert scorer.meter.pair is pair
-    settings = scorer.settings(8.0)
-    assert (settings["clip_model"], settings["clip_fingerprint"]) == ("random-ViT-H-14", "of the other")
 
 
 @pytest.mark.parametrize(

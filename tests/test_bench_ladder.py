@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import subprocess
 from pathlib import Path
@@ -168,52 +167,3 @@ def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path, monkeypatch, ca
         monkeypatch.setattr(ladder, "run_rung", lambda rung, *more: again.append(rung.name) or records[rung.name])
         assert ladder.main(command) == 0 and again == ["too_large"]
         assert "online: has a record of this commit" in capsys.readouterr().out
-
-
-# --- the committed records ---
-
-
-def recorded(name: str) -> dict[str, dict]:
-    """Rung -> its record with ratios, as they lie under reports/results."""
-    folder = ROOT / "reports/results" / name
-    records = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    rows = ladder.with_ratios(ladder.read_ladder(str(ROOT / f"yamls/ladders/{name}.yaml")), records)
-    return {row["rung"]: row for row in rows}
-
-
-@pytest.mark.parametrize(
-    ("key", "folder", "rung"),
-    [
-        ("compile=whole", "sd2_tiny_cpu_compile", "whole"),
-        ("compile=blocks", "sd2_tiny_cpu_compile", "blocks"),
-        ("channels_last", "sd2_tiny_cpu_compile", "whole_channels_last"),
-        ("attention", "sd2_tiny_cpu_compile", "attention_math"),
-        ("gradient_checkpointing", "sd2_tiny_cpu", "aside_checkpointing"),
-        ("device_train_microbatch_size=auto", "sd2_tiny_cpu", "mb8"),
-        ("async_loss", "sd2_tiny_cpu", "late_loss"),
-    ],
-)
-def test_the_gain_of_a_key_in_the_docs_is_that_of_its_record(key, folder, rung):
-    text = (ROOT / "docs/speed.md").read_text()
-    row = next(line for line in text.splitlines() if line.startswith(f"| `{key}` |"))
-    assert re.search(rf"\b{recorded(folder)[rung]['over_before']:.3g}\b", row.split("|")[3])
-
-
-def test_the_records_of_the_cpu_ladder_are_all_of_one_run():
-    rows = recorded("sd2_tiny_cpu")
-    names = [rung.name for rung in ladder.read_ladder(str(ROOT / "yamls/ladders/sd2_tiny_cpu.yaml")).rungs]
-    assert list(rows) == names
-    assert len({(row["commit"], row["device"], row["call"]) for row in rows.values()}) == 1
-
-
-def test_the_table_of_the_gpu_ladder_is_that_of_the_committed_records():
-    page, first = (ROOT / "docs/speed.md").read_text(), None
-    for name in ("predecessor", "moments", "cudnn_benchmark"):
-        row = json.loads((ROOT / f"reports/results/sd2_512/{name}.json").read_text())
-        first = first or row["images_per_sec"]
-        speed = "{images_per_sec:.1f} ({images_per_sec_min:.1f} to {images_per_sec_max:.1f})".format(**row)
-        memory = f"{row['peak_mem_gib']:.1f}"
-        memory += f" ({row['estimated_mem_gib']:.1f})" if "estimated_mem_gib" in row else ""
-        [line] = [line for line in page.splitlines() if line.startswith(f"| `{name}`: ")]
-        ratio, step = f"{row['images_per_sec'] / first:.3g}", f"{row['first_step_seconds']:.3g}"
-        assert line.endswith(f"| {speed} | {ratio} | {memory} | {row['mfu']:.3f} | {step} |")

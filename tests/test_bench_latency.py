@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 
 import pytest
 import torch
-from conftest import ROOT
 
 from bench import latency
 from bench.latency import Contest, LatencyCase, model_of, theirs
@@ -16,7 +14,6 @@ from reports import tables as report
 
 CASE = LatencyCase("stock", "tiny", 64, "plms", 3, 7.5, "fp32", 2, False, 2, 1)
 FEW = ["variants=stock", "samplers=plms", "steps=2", "batches=[1]", "precisions=fp32", "ways=eager", "rounds=1"]
-LATENCY_CPU = "reports/results/latency_cpu.json"
 
 
 def case(**changes) -> LatencyCase:
@@ -45,15 +42,6 @@ def test_the_images_in_fp32_are_those_of_the_pipeline_and_every_figure_is_there(
         assert made[f"{name}_first_sec"] > 0
     ratios = [a / b for a, b in zip(*(made["by_round"][f"{n}_sec"] for n in made["status"]), strict=True)]
     assert made["eager_speedup_vs_pipeline"] == pytest.approx(statistics.median(ratios), rel=1e-5)
-
-
-def test_in_bf16_the_pipelines_weights_are_cast_and_its_images_nearly_the_same(monkeypatch):
-    types, make = [], latency.theirs
-    monkeypatch.setattr(
-        latency, "theirs", lambda model, case: (make(model, case), types.append(next(model.parameters()).dtype))[0]
-    )
-    made = Contest(case(precision="bf16", steps=2, guidance=2.0), ["eager"]).measure()
-    assert types == [torch.bfloat16] and 0 < made["eager_max_abs_difference"] < 0.1
 
 
 @pytest.mark.parametrize("variant", ["sdxl", "flux"])
@@ -105,16 +93,6 @@ def test_a_contest_that_this_machine_cannot_run_is_skipped_with_its_reason():
 # --- the command ---
 
 
-def test_other_samplers_are_measured_in_the_first_batch_of_the_first_possible_precision(monkeypatch):
-    monkeypatch.setattr(latency.torch.cuda, "is_available", lambda: False)
-    keys = dict(variants="sd15,flux", samplers="plms,ddim", batches=(1, 4), precisions="fp16,bf16")
-    cases = latency.cases_of(latency.LatencyConfig(**keys))
-    found = [(each.variant, each.precision, each.sampler, each.batch_size) for each in cases]
-    plms = [("sd15", precision, "plms", batch) for precision in ("fp16", "bf16") for batch in (1, 4)]
-    flow = [("flux", precision, "euler", batch) for precision in ("fp16", "bf16") for batch in (1, 4)]
-    assert found == [*plms, ("sd15", "bf16", "ddim", 1), *flow]
-
-
 def test_a_killed_command_continues_where_its_record_ends(monkeypatch, tmp_path, capsys):
     path = tmp_path / "latency.json"
     words = [*FEW, "batches=[1,2,3]", f"results={path}"]
@@ -143,24 +121,3 @@ def test_a_killed_command_continues_where_its_record_ends(monkeypatch, tmp_path,
         assert "is not of this commit and device, or of uncommitted code. It is replaced." in capsys.readouterr().err
     path.write_text("{")
     assert latency.begun_record(latency.LatencyConfig(results=str(path)))["contests"] == []
-
-
-# --- what shows a record ---
-
-
-def test_the_csv_file_the_page_and_the_note_over_several_contests_are_those_of_the_record(tmp_path):
-    record = json.loads((ROOT / LATENCY_CPU).read_text())
-    assert report.main([str(ROOT / LATENCY_CPU), f"{tmp_path}/out.csv"]) == 0
-    head, *rows = csv.reader((tmp_path / "out.csv").read_text().splitlines())
-    assert head == [*report.SIZE_KEYS, *report.LATENCY_HEAD]
-    assert len(rows) == sum(status == "ok" for contest in record["contests"] for status in contest["status"].values())
-    assert rows[0][:8] == ["tiny", "64", "50", "SD2", "plms", "fp32", "1", "diffusers' pipeline"]
-    contest = next(contest for contest in record["contests"] if "whole_sec" in contest)
-    pipeline, eager, whole = (f"{contest[f'{name}_sec']:.3f} s" for name in ("pipeline", "eager", "whole"))
-    page = (ROOT / "docs/speed.md").read_text()
-    assert f"{pipeline} in the pipeline, {eager} here, and {whole} with `compile=whole`" in page
-    speeds = [c["eager_speedup_vs_pipeline"] for c in record["contests"] if c["preset"] == "tiny" and "eager_sec" in c]
-    [tiny, full] = report.contest_groups(record)
-    text = f"{statistics.median(speeds):.2f} times as fast as the pipeline ({min(speeds):.2f} to {max(speeds):.2f})."
-    assert report.notes_of_latency(tiny)[0] == f"eager, over {len(speeds)} contests: {text}"
-    assert report.notes_of_latency(full) == ["fp32 images differ from the pipeline's by 0 at most, of 0 to 1."]

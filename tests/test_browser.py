@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.skipif(find_browser() is None, reason="no Chromium: apt-get install chromium"),
 ]
 PAGES = ("one", "compared", "broken", "index")
-FOCUSABLE = "a[href], button, input:not([hidden]), summary, [tabindex='0']"
 
 
 @pytest.fixture(scope="module")
@@ -106,17 +105,6 @@ def test_short_the_slider_moves_by_keys_and_by_mouse_and_shows_another_image(chr
         assert opened.wrong == []
 
 
-def test_two_runs_are_compared_each_with_its_slider(chromium, pages):
-    with Opened(chromium, pages["compared"]) as opened:
-        results, differences = (opened.tab.locator(place).inner_text() for place in ("#results", "#differences"))
-        assert all(text in results for text in ("shapes_run", NASTY, "38.11", "52.50"))
-        assert all(text in differences for text in ("seed", "17", "18", "optimizer.lr"))
-        first, second = grids_of(RECORD)[-1], grids_of(RECORD)[2]
-        assert (opened.shown(), opened.shown("-2")) == (first, second)
-        opened.tab.locator("#samples-slider-2").press("Home")
-        assert (opened.shown(), opened.shown("-2")) == (first, grids_of(RECORD)[0])
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_nothing_scrolls_sideways_on_a_phone(chromium, pages, name):
     with Opened(chromium, pages[name], width=360, height=780, is_mobile=True, has_touch=True) as opened:
@@ -143,26 +131,6 @@ def test_axe_core_finds_nothing_wrong(chromium, pages, name, scheme):
         if (name, scheme) == ("one", "light"):  # it would see a fault
             opened.tab.evaluate("document.querySelector('h1').style.color = '#ddd'")
             assert [text.partition(":")[0] for text in violations(opened.tab)] == ["color-contrast"]
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_everything_is_reached_by_tab_in_the_pages_order_and_the_focus_is_seen(chromium, pages, name):
-    about = f"""() => {{
-      const all = [...document.querySelectorAll("{FOCUSABLE}")].filter(one => one.checkVisibility());
-      const at = document.activeElement, style = getComputedStyle(at);
-      return [all.indexOf(at), all.length, style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 1];
-    }}"""
-    with Opened(chromium, pages[name]) as opened:
-        reached, num = [], opened.tab.evaluate(about)[1]
-        for _ in range(num):
-            opened.tab.keyboard.press("Tab")
-            place, _, is_seen = opened.tab.evaluate(about)
-            assert is_seen, f"the focus on number {place} cannot be seen"
-            reached.append(place)
-        assert reached == list(range(num)) and num > 3
-        if name == "one":  # what is folded away opens by a key
-            opened.tab.locator("summary").first.press("Enter")
-            assert opened.tab.locator("details").first.get_attribute("open") == ""
 
 
 # --- the table of all runs ---
@@ -259,17 +227,3 @@ def test_a_page_renews_itself_and_keeps_what_the_reader_has_moved(chromium, serv
         tab.locator("#starts tbody tr").nth(1).wait_for(state="attached", timeout=20_000)
         assert opened.shown() == grids_of(whole)[1] and opened.wrong == second.wrong == []
         assert {url.split("/")[2] for url in opened.asked} == {address.split("/")[2]}
-
-
-def test_a_page_whose_server_has_ended_stays_and_says_so(chromium, tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "STATUS", live.STATUS.replace("4000", "100"))
-    server = live.Server("127.0.0.1", 0, live.Site(copy_run(tmp_path)))
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    with Opened(chromium, server.address, bypass_csp=True) as opened:
-        notice = opened.tab.locator("#live")
-        assert notice.is_hidden()
-        server.shutdown()
-        server.server_close()
-        notice.wait_for(timeout=20_000)
-        assert notice.inner_text().startswith("Nobody answers there since ")
-        assert opened.tab.locator("#result").is_visible() and violations(opened.tab) == []

@@ -16,7 +16,6 @@ from scipy.stats import mannwhitneyu
 
 from reports import compare
 from reports.compare import ALIKE, LESS, MORE, SPEED, Measurement, left_out, ratio_of, sample_of
-from training.speed import SpeedKeys
 
 RESULTS = ROOT / "reports/results"
 EAGER, BLOCKS = (RESULTS / f"sd2_tiny_cpu_compile/{name}.json" for name in ("eager", "blocks"))
@@ -192,21 +191,6 @@ def test_the_training_has_to_be_the_same_and_across_allows_its_key(record, capsy
     assert capsys.readouterr().err.startswith("across: 'compile' is no key that has to be the same. Possible: family, ")
 
 
-def test_every_key_of_a_committed_record_is_of_one_kind(record):
-    """The result of a run is no setting: else it would be listed as one. These are all that have one."""
-    found = set()
-    for path in RESULTS.rglob("*.json"):
-        content = json.loads(path.read_text())
-        if content.get(SPEED):
-            found |= compare.read_record(str(path)).settings.keys()
-    speed = {*SpeedKeys.__dataclass_fields__, "precision", "device_train_microbatch_size", "optimizer_states"}
-    assert found == {*speed, "copy_stream", "seed", "max_duration", "program"}  # the first is a key of earlier commits
-    keys = SpeedKeys.__dataclass_fields__
-    one, other = (record(name, **dict.fromkeys(keys, value)) for name, value in (("a", "x"), ("b", "y")))
-    _, notes = compare.compare_records([one, other])
-    assert all(f"{key} x | y" in " ".join(notes) for key in keys)
-
-
 def test_repeated_runs_are_one_value_each(record):
     def five(side: str, first: int) -> str:
         keys = [f"images_per_sec{kind}" for kind in ("", "_min", "_max", "_per_device")]
@@ -240,17 +224,6 @@ def test_records_of_bench_compare_figure_by_figure(tmp_path, capsys):
     (tmp_path / "other.json").write_text(json.dumps({**made, "config": {**made["config"], "batch_size": 4}}))
     with pytest.raises(ValueError, match=r"^config\.batch_size: 8 in step, 4 in other\."):
         compare.compare_records([f"{RESULTS}/step.json", f"{tmp_path}/other.json"])
-
-
-def test_nvidias_figures_a_card_follow_from_those_that_it_states_and_stand_on_the_page():
-    rows = json.loads((ROOT / "reports/nvidia_published.json").read_text())["rows"]
-    page = (ROOT / "docs/benchmarking.md").read_text()
-    for row in rows:
-        for card, speed in row[SPEED].items():
-            assert speed == pytest.approx(row["images_per_sec"][card] / row["num_devices"], abs=0.005)
-    for row in (rows[0], rows[-1]):
-        a100, h100 = row[SPEED]["A100"], row[SPEED]["H100"]
-        assert f"| {row['name']} | {a100:.2f} | {h100:.2f} | {h100 / a100:.3f} |" in page
 
 
 # --- bad input ---
@@ -296,26 +269,3 @@ def test_missing_unfinished_single_and_repeated_records_are_refused_all_at_once(
     assert compare.main(["none", "empty", "begun", "c.json,d.json"]) == 2
     for line, (name, text) in zip(capsys.readouterr().err.splitlines(), texts.items(), strict=True):
         assert line.startswith(f"{name}: {text}")
-
-
-def test_names_with_bars_and_control_characters_do_no_harm(record, tmp_path, capsys):
-    one, other = record("a|b"), record("c", device="GPU\x1b[2J|x")
-    page = tmp_path / "page.md"
-    page.write_text(f"<!-- table of {one} {other} -->\n<!-- end of table -->\n")
-    assert compare.main([one, other, str(page)]) == 0
-    assert r"| a\|b |" in page.read_text() and "\x1b" not in page.read_text()
-    assert compare.main([one, other]) == 0
-    assert "\x1b" not in capsys.readouterr().out
-
-
-# --- the page ---
-
-
-def test_the_page_names_every_key_that_has_to_be_the_same_and_its_figures_are_those_of_the_rule():
-    page = (ROOT / "docs/benchmarking.md").read_text()
-    assert all(f"`{key}`" in page for key in compare.WORK_KEYS)
-    assert f"of 100 ratios, {left_out(10, 10) - 1} at either end" in page
-    assert "five of each suffice" in page and left_out(5, 5) == 1 and left_out(4, 5) == 0
-    assert f"at {100 * compare.CHANCE:.0f} %" in page
-    table, notes = compare.compare_records([str(RESULTS / f"shapes_sharding/ddp_{number}.json") for number in (1, 2)])
-    assert table.rows[1][5] == compare.ONE_START and notes[0].startswith("nothing that was recorded differs")

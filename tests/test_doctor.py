@@ -206,21 +206,6 @@ def test_a_package_outside_of_its_bounds_is_found_with_the_reason_of_the_bound(o
     assert text.startswith("wandb 0.18.7 is not wandb>=0.31: ")
 
 
-def test_python_and_the_set_whose_torch_is_installed_are_compared_and_a_newer_torch_is_a_warning(versions, monkeypatch):
-    newest = {name: str(bound.specifier)[2:] for name, (bound, _) in checks._bounds("requirements/newest.txt").items()}
-    check = checks.Check("versions", lambda _: checks.check_versions(wandb=False))
-    for changed, expected in (
-        ({}, [OK]),
-        ({"torch": "2.11.0"}, [WARNING]),
-        (newest, [OK]),
-        ({"torch": "2.15.1", "torchvision": "0.25.0"}, [WARNING, ERROR]),
-    ):
-        versions |= changed
-        assert [found.level for found in checks.findings_of(check, None)] == expected, changed
-    monkeypatch.setattr(checks, "FIRST_PYTHON", (3, 99))
-    assert checks.findings_of(check, None)[0].text.endswith(". Possible: 3.99 to 3.13. Use one of them.")
-
-
 def gpus(monkeypatch, num: int, used: int = 0) -> None:
     gpu = SimpleNamespace(name="N", total_memory=80 * GIB)
     values = {"is_available": True, "device_count": num, "get_device_properties": gpu, "memory_reserved": 0}
@@ -263,19 +248,6 @@ def test_a_small_shared_memory_is_found_with_what_the_batches_need(only_error, e
     monkeypatch.setattr(checks, "SHARED_MEMORY", tmp_path / "none")
     assert examine("data.workers=0")[1]["/dev/shm"] == [(OK, "not used: data.workers=0")]
     assert only_error("/dev/shm").startswith(f"{tmp_path}/none is missing or cannot be written: ")
-
-
-def test_an_order_too_large_for_the_machines_memory_is_found(only_error, examine, monkeypatch, tmp_path):
-    """It takes 4 bytes a sample, three times: this rank's, what its workers share, and their parts of that."""
-
-    def of(samples: int) -> list[str]:
-        stream = f"data.streams=[{{remote: {tmp_path}/stage, choose: {samples}}}]"
-        return ["data.remote=null", "data.local=null", stream]
-
-    monkeypatch.setattr(checks, "read_host_bytes", lambda: (4 * GIB, 3 * GIB))
-    [(level, text)] = examine(*of(100_000_000))[1]["host memory"]
-    assert level == OK and text.startswith("about 1.8 GiB besides the step (2 workers 0.6, an epoch's order 1.2); this")
-    assert only_error("host memory", *of(500_000_000)).startswith("about 6.3 GiB besides the step (2 workers 0.6, an ")
 
 
 def test_too_little_memory_of_device_or_host_is_found(only_error, examine, monkeypatch):

@@ -6,10 +6,8 @@ good is tested in tests/test_miniature.py.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -245,54 +243,6 @@ def test_a_finished_run_says_whether_another_target_is_met_and_is_not_trained_ag
     assert (folder / "metrics.jsonl").read_bytes() == (watched / "metrics.jsonl").read_bytes()
 
 
-def test_a_finished_run_that_is_to_be_evaluated_waits_for_eval(words_of, tmp_path, capsys):
-    words = words_of(tmp_path, "late", "save.snapshot_every_images=24")
-    assert benchmark.main(words) == 0
-    now = [*words, "eval.when=in_training", "target.fid=1e9"]
-    assert benchmark.main(now) == 0
-    printed = capsys.readouterr()
-    assert result_of(printed.out)["target"] == "pending"
-    text = "2 of its 2 points were not evaluated in training: composer eval.py "
-    assert f"{text}{tmp_path / 'late'} scores the snapshots that it has." in printed.err
-    assert eval_command.main([str(tmp_path / "late")]) == benchmark.main(now) == 0
-    printed = capsys.readouterr()
-    assert summary_of(tmp_path / "late")["target"] == result_of(printed.out)["target"] == "reached"
-    assert "not evaluated" not in printed.err
-
-
-def test_a_finished_run_notices_other_prompts_and_statistics_but_not_another_path(
-    words_of, miniature, watched, tmp_path, capsys
-):
-    prompts, statistics = tmp_path / "prompts.tsv", tmp_path / "statistics.npz"
-    shutil.copy(miniature.prompts, prompts)
-    shutil.copy(miniature.statistics, statistics)
-    folder = shutil.copytree(watched, tmp_path / "watched")
-    files = [f"eval.prompts={prompts}", f"eval.statistics={statistics}"]
-    words = words_of(tmp_path, "watched", "eval.when=in_training", *files)
-    after = words_of(tmp_path, "after", "eval.when=after", "target.clip=-1", *files)
-    assert benchmark.main(words) == benchmark.main(after) == eval_command.main([str(tmp_path / "after")]) == 0
-    assert benchmark.main(after) == 0  # finished, and nothing has changed
-    assert result_of(capsys.readouterr().out)["target"] == "reached"
-    whole, record = prompts.read_bytes(), (folder / "metrics.jsonl").read_bytes()
-
-    def refused(key: str, path: Path) -> None:
-        assert benchmark.main(words) == 2
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        text = f"eval.{key}: {key}_sha256 {digest}, but {folder} was evaluated with "
-        assert text in capsys.readouterr().err and (folder / "metrics.jsonl").read_bytes() == record
-
-    prompts.write_bytes(whole.replace(b"\ta ", b"\tthe ", 1))
-    refused("prompts", prompts)
-    assert benchmark.main(after) == 0
-    printed = capsys.readouterr()
-    assert result_of(printed.out)["target"] == "pending"
-    assert "its scores are of other prompts or statistics than" in printed.err
-    prompts.write_bytes(whole)
-    made = read_statistics(statistics)
-    write_statistics(statistics, made._replace(mean=made.mean + 1.0), {"resize": "none"})
-    refused("statistics", statistics)
-
-
 def test_scores_of_another_resize_precision_size_or_prediction_are_not_taken_for_the_same(
     miniature, watched, tmp_path, capsys
 ):
@@ -361,34 +311,3 @@ def test_a_trial_decides_nothing_and_the_runs_own_settings_do(words_of, tmp_path
     assert summary_of(folder)["target"] == "pending"
     assert eval_command.main([str(folder)]) == 0
     assert (summary_of(folder)["target"], summary_of(folder)["images_to_target"]) == ("reached", 24)
-
-
-def test_points_that_were_not_evaluated_before_are_reported(words_of, tmp_path, capsys):
-    assert benchmark.main(words_of(tmp_path, "late", "max_duration=4ba", "save.every_images=8")) == 0
-    capsys.readouterr()
-    words = words_of(tmp_path, "late", "eval.when=in_training", "target.clip=-1", "max_duration=7ba")
-    assert benchmark.main([*words, "save.every_images=8"]) == 0
-    said = capsys.readouterr()
-    assert "eval: 1 of 1 points before 32 images were not evaluated (first: 24). A target that is" in said.err
-    assert "images_to_target=48" in said.out
-    assert summary_of(tmp_path / "late")["points_not_evaluated"] == 1 and summary_of(tmp_path / "late")["stopped_early"]
-
-
-def test_an_end_in_the_last_evaluation_loses_no_loss(words_of, tmp_path, monkeypatch, capsys):
-    """Its batches are in no window yet, and no batch comes after them."""
-    words = words_of(tmp_path, "ended", "eval.when=in_training", "measure.window_batches=100")
-    score = Scorer.score
-
-    def ended(self, *given):
-        for thread in threading.enumerate():  # the checkpoint before it is written in the background
-            if thread.name == "checkpoints":
-                thread.join()
-        if list((tmp_path / "ended/checkpoints").glob("*000006*")):
-            raise KeyboardInterrupt
-        return score(self, *given)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Scorer, "score", ended)
-        benchmark.main(words)
-    assert benchmark.main(words) == 0
-    assert float(result_of(capsys.readouterr().out)["loss"]) > 0

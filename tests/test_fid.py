@@ -159,18 +159,6 @@ def test_an_impossible_covariance_and_other_features_have_no_distance():
         frechet_distance(fine, Statistics(np.zeros(3), np.eye(3)))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120, func_only=True)
-@pytest.mark.filterwarnings("ignore")
-def test_2048_features_equal_pytorch_fid_and_torchmetrics():
-    for num in (3000, 500):  # 500: singular
-        a, b = (features(num, 2048, seed=seed) for seed in (1, 2))
-        found = frechet_distance(statistics(a), statistics(b))
-        assert found == pytest.approx(torchmetrics_fid(a, b), rel=1e-6)
-        if num == 3000:
-            assert found == pytest.approx(pytorch_fid(statistics(a), statistics(b)), rel=1e-8)
-
-
 # --- files ---
 
 
@@ -291,19 +279,6 @@ def test_features_are_full_float32_whatever_is_outside(extractor):
     assert extractor.name == "random-inception" and extractor.num_features == 2048 and extractor.resize == "bilinear299"
     torch.manual_seed(5)
     assert load_inception("random").fingerprint == extractor.fingerprint, "the same for every seed"
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-def test_tensorfloat_is_off_while_a_score_is_computed_and_restored_after_it(allowed, monkeypatch):
-    """Set by the old switches, as Composer does it, and seen through them; a mix of both kinds is an error in torch."""
-    owners = torch.backends.cuda.matmul, torch.backends.cudnn
-    for owner in owners:
-        monkeypatch.setattr(owner, "allow_tf32", allowed)
-    with pytest.raises(KeyError), full_float32(torch.device("cpu")):
-        if not hasattr(owners[0], "fp32_precision"):
-            assert [owner.allow_tf32 for owner in owners] == [False, False]
-        raise KeyError
-    assert [owner.allow_tf32 for owner in owners] == [allowed, allowed]
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")

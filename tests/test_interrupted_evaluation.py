@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import time
@@ -18,7 +17,6 @@ from test_checkpoints import newest, same_training
 from test_evaluation import evaluations, figures, words_of  # noqa: F401
 
 import benchmark
-import eval as eval_command
 from checkpointing.files import FULL, list_checkpoints
 from evaluation import metrics
 from evaluation.metrics import EvaluationProgress, Meter, Parts
@@ -211,27 +209,6 @@ def test_an_evaluation_that_is_ended_in_its_midst_goes_on_and_has_the_same_figur
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300, func_only=True)
-def test_one_rank_of_two_gets_the_signal_while_the_other_has_no_more_to_do_and_both_stop(
-    words_of, program, tmp_path, capsys
-):
-    """31 prompts in batches of 5: four batches on rank 0, which is stopped in the last one, three on rank 1, which waits."""
-    own = ("eval.when=in_training", "eval.batch_size=5", "eval.num_prompts=31", "max_duration=3ba")
-    words, folder = words_of(tmp_path, "two", *own), tmp_path / "two"
-    done = run("composer", "-n", "2", str(program), "benchmark", "15", "0", "3", *words, PYTHONPATH=str(ROOT))
-    assert done.returncode == 143, done.stdout + done.stderr
-    said = f"eval: stopped by a signal: (\\d+) of 31 images were scored; saved in {folder / EVAL_PARTS}.\n"
-    [kept] = re.findall(said, done.stderr)
-    assert 15 <= int(kept) <= 30 and "SIGTERM: stopped after batch 3; saved " in done.stderr
-    assert len(list((folder / EVAL_PARTS).glob("part-*.pt"))) == 2 and evaluations(folder) == []
-    # On another number of ranks the sums are of other prompts each: nothing of them is used.
-    assert benchmark.main(words) == 0
-    assert "by an earlier start" not in capsys.readouterr().err
-    [line] = evaluations(folder)
-    assert line["num_images"] == 31 and not (folder / EVAL_PARTS).exists()
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(500, func_only=True)
 def test_eval_on_two_ranks_is_stopped_by_a_signal_to_one_resumes_and_scores_as_one_rank_does(whole, program, tmp_path):
     """In the batches that one rank has: in others an image differs by some 1e-6, and 8 bits of it by a grey level."""
@@ -245,28 +222,6 @@ def test_eval_on_two_ranks_is_stopped_by_a_signal_to_one_resumes_and_scores_as_o
     [row], line = read_rows(tmp_path / "eval.csv"), evaluations(whole)[-1]
     assert row["num_images"] == line["num_images"] == 32 and not folder.exists()
     assert row["fid"] == pytest.approx(line["fid"], rel=1e-6) and row["clip"] == pytest.approx(line["clip"], abs=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200, func_only=True)
-def test_a_signal_while_a_score_is_finished_stops_before_the_next_and_keeps_its_row(
-    whole, tmp_path, monkeypatch, capsys
-):
-    figures_of, words = Meter.figures, [str(whole), f"out={tmp_path}", "eval.batch_size=16"]
-
-    def finished(self):
-        signal.raise_signal(signal.SIGTERM)
-        return figures_of(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Meter, "figures", finished)
-        assert eval_command.main(words) == 143
-    assert "SIGTERM: stopped. The same command resumes it.\n" in capsys.readouterr().err
-    first = read_rows(tmp_path / "eval.csv")
-    assert len(first) == 1 and not (tmp_path / EVAL_PARTS).exists()
-    assert eval_command.main(words) == 0
-    rows = read_rows(tmp_path / "eval.csv")
-    assert rows[:1] == first and len(rows) == 2
 
 
 def test_the_seconds_of_a_resumed_evaluation_are_the_sum(tmp_path):

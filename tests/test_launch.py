@@ -20,7 +20,6 @@ import torch.distributed
 import yaml
 from composer.cli import launcher
 from conftest import ROOT, started
-from test_locks import requirements
 from test_yamls import keys_of, read
 from test_yamls import resolve as of_a_recipe
 
@@ -116,16 +115,6 @@ def test_mosaicmls_own_classes_accept_each_of_their_files(path):
     assert not is_long or sent["scheduling"]["maxRetries"] > 0
 
 
-def test_the_stages_of_the_recipe_are_run_one_after_the_other():
-    """The second begins where the first has ended, and a stage that has not ended stops the job."""
-    first, second = commands(LAUNCH / "mcloud_two_stages.yaml")
-    assert [words[0] for words in (first, second)] == ["yamls/mosaicml_256.yaml", "yamls/mosaicml_512.yaml"]
-    begins = Path(keys_of([second[0]])["model.denoiser"])
-    assert begins.name == dict(word.split("=", 1) for word in first[1:])["run_name"]
-    lines = content(LAUNCH / "mcloud_two_stages.yaml")["command"].splitlines()
-    assert [line.endswith("&&") for line in lines if "benchmark.py" in line] == [True, False]
-
-
 # --- Kubernetes and SkyPilot: what Composer's launcher is told ---
 
 TOLD = {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
@@ -218,26 +207,3 @@ def test_a_signal_to_the_job_reaches_every_rank_and_their_exit_code_is_that_of_t
             process.send_signal(number)
         assert {number: process.wait(timeout=100) for number, process in jobs.items()} == {15: 143, 10: 138, 2: 143}
     assert {path.name for path in tmp_path.glob("heard-*")} == {f"heard-{n.name}-{r}" for n in hears for r in (0, 1)}
-
-
-# --- containers ---
-
-
-def test_amds_image_installs_the_lock_without_torch_and_cuda():
-    [left_out] = re.findall(r"grep -vE '(.*)' requirements.lock", (LAUNCH / "install.sh").read_text())
-    pins = requirements("requirements.lock")
-    kept = {pin.name for pin in pins if not re.search(left_out, f"{pin}".replace(";", " ;"))}
-    gone = {pin.name for pin in pins} - kept
-    assert not [name for name in kept if re.match("nvidia|cuda", name)]
-    of_torch = {"torch", "torchvision", "triton", "xformers"}
-    assert {name for name in gone if not re.match("nvidia|cuda", name)} == of_torch
-    assert {"torchmetrics", "torch-optimizer", "mosaicml", "wandb"} <= kept
-
-
-def test_the_makefile_starts_a_container_with_the_devices_of_its_machine():
-    devices = {"nvidia": "--gpus all", "amd": "--device /dev/kfd", "none": "-e CUDA_VISIBLE_DEVICES= "}
-    for gpu, words in devices.items():
-        command = ["make", "--no-print-directory", "-n", "build_and_launch_docker", f"GPU={gpu}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-        build, start = [line for line in done.stdout.replace("\\\n", " ").splitlines() if line.startswith("docker ")]
-        assert ("Dockerfile.rocm" in build) == (gpu == "amd") and words in start and "--ipc=host" in start

@@ -190,25 +190,6 @@ def recorded(tmp_path) -> tuple[dict[str, str], Callable[[], list[list[str]]]]:
     return variables, lambda: [json.loads(line) for line in (tmp_path / "words").read_text().splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(120, func_only=True)
-def test_a_value_is_no_code_of_the_shell_and_one_of_several_lines_is_refused(recorded, tmp_path):
-    variables, words = recorded
-    variables |= {"DGXNGPU": "8", "BATCHSIZE": "32", "SEED": "7", "NEMOLOGS": "/runs"}
-    remote = "data.remote=sftp://user:hunter2@host/x"
-    done = bash("run_and_time.sh", remote, **variables, MLPERF_SUBMISSION_ORG=f"Us{LINES}")
-    assert done.returncode == 2 and not (tmp_path / "words").exists(), done
-    assert "mlperf.org is " in done.stderr
-    assert "Possible: a text without control characters and line ends or null." in done.stderr
-    line = "Us $(touch broken_out) `touch broken_out` '; touch broken_out; '"
-    done = bash("run_and_time.sh", remote, **variables, MLPERF_SUBMISSION_ORG=line)
-    assert done.returncode == 0, done
-    train, score = words()
-    assert f"mlperf.org={line}" in train and score[-2:] == ["eval.py", "/runs/mlperf-7"]
-    assert train[-1] == remote  # the ranks need it
-    assert not (ROOT / "broken_out").exists() and "RESULT,stable_diffusion," in done.stdout
-
-
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_ON_NODE": "2"}
 
 
@@ -225,16 +206,6 @@ def test_words_of_several_lines_reach_the_ranks_of_a_slurm_job_whole(recorded, t
     given = line[line.index("--stderr") + 2 :]
     assert given == ["benchmark.py", name, "run_name=slurm-7", "save.grace_sec=150"]
     assert not (ROOT / "broken_out").exists()
-
-
-def test_both_batch_scripts_have_what_a_restart_needs_and_differ_in_the_container_alone():
-    plain, container = (
-        [line for line in (ROOT / "launch" / name).read_text().splitlines() if line.startswith("#SBATCH ")]
-        for name in ("slurm.sbatch", "slurm_container.sbatch")
-    )
-    assert plain == container
-    options = {line.split()[1] for line in plain}
-    assert {"--requeue", "--open-mode=append", "--signal=B:USR1@180", "--ntasks-per-node=1"} <= options
 
 
 def test_the_container_sees_each_folder_under_its_whole_name(tmp_path, monkeypatch):

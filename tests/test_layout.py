@@ -155,15 +155,6 @@ def test_no_folder_or_module_hides_a_library():
     assert installed == []
 
 
-def test_there_is_one_composer_model():
-    found = [
-        f"{module_of(path)}.{node.name}"
-        for path, node in nodes(ast.ClassDef)
-        if any(ast.unparse(base).endswith("ComposerModel") for base in node.bases)
-    ]
-    assert found == ["model.LatentDiffusion"]
-
-
 def test_files_and_functions_stay_short():
     long = [f"{path.name}: {count} lines" for path in sources() if (count := len(path.read_text().splitlines())) > 700]
     for path, node in nodes(ast.FunctionDef):

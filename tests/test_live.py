@@ -68,24 +68,6 @@ def test_a_page_is_made_again_only_when_the_record_has_changed(server, runs, mon
     assert status == 200 and newer != tag and len(made) == 2 and "The last line of metrics.jsonl is cut off" in text
 
 
-def test_a_page_that_takes_long_is_made_seldom(runs, monkeypatch):
-    now, made = [0.0], []
-    copy_run(runs)
-    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(live, "signature", lambda run: now[0])
-
-    def make(run: Path) -> str:
-        made.append(now[0])
-        now[0] += 2.0
-        return "<body></body>"
-
-    monkeypatch.setattr(live, "page_of", make)
-    site = live.Site(runs)
-    for now[0] in (0.0, 2.1, 19.9, 20.1, 22.2):
-        assert site.find(RUN) is not None
-    assert made == [0.0, 20.1]  # 2 s of work, 18 s of rest
-
-
 def test_only_the_pages_of_runs_are_served_and_nothing_can_be_changed(server, runs, monkeypatch):
     folder = copy_run(runs)
     assert ask(server, f"{RUN}?a=b")[0] == 200
@@ -126,16 +108,6 @@ def test_a_name_with_html_or_that_is_no_text_has_its_own_page(server, runs):
     assert sorted(links) == [nasty, "d%E9but/page.html", "shapes_run/page.html"]
     assert [ask(server, f"/{link}")[0] for link in links] == [200] * 3
     assert ask(server, "/d%C3%A9but/page.html")[0] == 404
-
-
-def test_a_folder_that_appears_later_may_be_a_run_or_a_folder_of_runs(server, runs):
-    status, first, text = ask(server)
-    assert status == 200 and f"{runs}: no run has started yet. The page shows it as soon as it does." in text
-    copy_run(runs)
-    status, second, text = ask(server)
-    assert "Runs in runs" in text and second != first
-    (runs / "config.yaml").write_text("seed: 1\n")
-    assert "<title>runs</title>" in ask(server)[2]
 
 
 @pytest.mark.timeout(60, func_only=True)

@@ -76,10 +76,6 @@ def test_a_lock_has_one_version_of_every_package_within_the_declared_bounds(lock
         assert wanted.specifier.contains(version), f"{wanted} but {version}"
 
 
-OVERRIDDEN = ("mosaicml", "mosaicml-streaming", "img2dataset")
-"""Packages whose bounds are set aside; the last one is installed beside the environment, where at all."""
-
-
 def overrides() -> dict[str, Requirement]:
     """Package -> its line of overrides.txt."""
     return {canonical(wanted.name): wanted for wanted in requirements("requirements/overrides.txt")}
@@ -88,32 +84,6 @@ def overrides() -> dict[str, Requirement]:
 def has_no_place(wanted: Requirement | None) -> bool:
     """True of a package that an override keeps out of every environment."""
     return wanted is not None and wanted.marker is not None and not wanted.marker.evaluate(environment_of("3.11"))
-
-
-def test_the_bounds_that_are_set_aside_are_those_that_the_installed_packages_declare():
-    """A release of one of them that declares others is noticed here: look at its line of overrides.txt."""
-    declared: dict[str, set[str]] = {}
-    installed = [package for package in OVERRIDDEN if is_installed(package)]
-    assert {"mosaicml", "mosaicml-streaming"} <= {*installed}
-    for package in installed:
-        version = importlib.metadata.version(package)
-        for wanted in needs_of(package, ("wandb", "tensorboard")):
-            name = canonical(wanted.name)
-            is_out = has_no_place(overrides().get(name))
-            if is_out or is_installed(wanted.name):
-                here = None if is_out else importlib.metadata.version(wanted.name)
-                for bound in wanted.specifier:
-                    if bound.operator == "<" if here is None else not bound.contains(here):
-                        declared.setdefault(name, set()).add(f"{package} {version} declares {name}{bound}")
-    lines = {}
-    for line in (ROOT / "requirements/overrides.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            bound, reason = line.split(" # ")
-            texts = re.findall(r"[\w-]+ [\d.]+ declares [\w-]+<[\d.]*\d", reason)
-            assert texts and {text.split()[0] for text in texts} <= {*OVERRIDDEN}
-            if of_installed := {text for text in texts if text.split()[0] in installed}:
-                lines[canonical(Requirement(bound.strip()).name)] = of_installed
-    assert lines == declared
 
 
 def test_an_override_is_no_wider_than_the_bound_that_it_takes_the_place_of():

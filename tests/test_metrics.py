@@ -6,12 +6,11 @@ import numpy as np
 import open_clip
 import pytest
 import torch
-import torch.nn.functional as F
 from test_fid import pytorch_fid
 from torchvision.transforms.functional import to_pil_image
 
 from evaluation.clip_score import load_clip
-from evaluation.fid import FeatureSums, Statistics, load_inception, pil_bicubic, read_statistics, write_statistics
+from evaluation.fid import FeatureSums, Statistics, load_inception, read_statistics, write_statistics
 from evaluation.metrics import Meter
 
 CAPTIONS = ["a red circle", "two dogs", "", "snow"]
@@ -123,28 +122,3 @@ def test_fid_in_fp16_has_numpys_mean_and_covariance_of_float16_features(tmp_path
     whole = measured(meter_of(None, **given), ours, [""] * 80)["fid"]
     assert found == pytest.approx(expected, rel=1e-6) and found != pytest.approx(whole, rel=1e-6)
     assert half(**given).facts["eval_precision"] == "fp16"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200, func_only=True)
-@pytest.mark.parametrize("resize", ["bilinear299", "bicubic256"])
-def test_inception_in_fp16_takes_float16_images_and_gives_float16_features(images, resize):
-    extractor, given = load_inception("random", resize), images[:1].half()
-    plain = extractor(images[:1])
-    extractor.precision = "fp16"
-    found = extractor(given)
-    assert found.dtype == torch.float16
-    if resize == "bicubic256":
-        given = pil_bicubic(given, 256).half()
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
-        expected = extractor.network(2 * F.interpolate(given, (299, 299), mode="bilinear", align_corners=False) - 1)
-    torch.testing.assert_close(found, expected, rtol=2**-8, atol=2**-10)  # some roundings of float16, 2^-11
-    assert 0.0 < float((found.float() - plain).abs().max() / plain.abs().max()) < 0.05
-
-
-def test_statistics_without_their_resize_are_a_warning_at_256_pixels(tmp_path, capsys):
-    file, text = tmp_path / "s.npz", "eval.statistics: does not say its resize, and eval.resize=bicubic256."
-    for facts, is_warned in (({}, True), ({"resize": "bicubic256"}, False)):
-        write_statistics(file, Statistics(np.zeros(2048), np.eye(2048)), facts)
-        meter_of(None, inception="random", statistics=str(file), resize="bicubic256").log_warnings(30_000)
-        assert (text in capsys.readouterr().err) is is_warned

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import TINY_RUN, run
+from conftest import run
 
 from common.errors import ConfigError
 from run_folder.metric_names import METRICS, SAMPLES, VIDEOS, row_of
@@ -159,19 +159,3 @@ def test_an_unusable_server_is_refused_without_its_password(tmp_path, monkeypatc
         said = f"loggers.mlflow: {address.replace(secret, '***')} cannot be used: "
         assert str(error.value).startswith(said) and secret not in str(error.value)
     assert not list(tmp_path.iterdir())
-
-
-@with_mlflow
-@pytest.mark.timeout(60, func_only=True)
-def test_a_deleted_experiment_and_an_impossible_address_are_refused(tmp_path):
-    as_rank_zero(MlflowConfig(experiment="old"), tmp_path).post_close()
-    client, found = only_run(f"sqlite:///{tmp_path}/mlflow/mlflow.db", "old")
-    MlflowConfig(experiment="old").check(tmp_path)
-    client.delete_experiment(found.info.experiment_id)
-    with pytest.raises(ConfigError, match=r"^loggers.mlflow.experiment: old was deleted there. Give another name\."):
-        MlflowConfig(experiment="old").check(tmp_path)
-    (tmp_path / "file").touch()
-    own = [f"run_folder={tmp_path}/runs", "run_name=a", f"loggers.mlflow.tracking_uri=sqlite:///{tmp_path}/file/x.db"]
-    done = run(sys.executable, "benchmark.py", *TINY_RUN, "--use_synth_data", *own)
-    assert done.returncode == 2 and done.stderr.startswith("loggers.mlflow: ")
-    assert not (tmp_path / "runs/a").exists()

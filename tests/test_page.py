@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 from reports import page
-from reports.charts import Plot, reference_bands, table_of, thinned, tick
+from reports.charts import Plot, table_of, thinned, tick
 from reports.formatting import figure, plain, span
 from reports.page_content import differing, not_comparable, result_of, results, samples_of
 from run_folder.files import append_lines
@@ -235,19 +235,6 @@ def test_time_goes_on_over_starts_and_a_resume_is_on_record(tmp_path):
     assert "killed 19.0 s" in text and "ended 14.0 s" in text
 
 
-def test_the_benchmarks_recipe_alone_has_the_band_of_the_references_forty_runs(tmp_path):
-    own = {"model.family": "sd2", "model.variant": "mlperf", "global_batch_size": 512, "target.fid": 90.0}
-    run = make(tmp_path / "mine", [window(0), evaluation(1_536_000, 110.0, 0.14)], config=own)
-    assert "MLPerf reference, batch 512: 14 runs" in parsed(run).text("figure", id="plot-fid-over-images")
-    other = parsed(make(tmp_path / "other", [window(0), evaluation(640, 9.0, 0.5)]))
-    assert "reference" not in other.text("section", id="quality")
-    bands = reference_bands("fid", [512.0, 1024.0, 2048.0])
-    assert [band.name.split(": ")[1] for band in bands] == ["14 runs", "13 runs", "13 runs"]
-    [place] = np.flatnonzero(bands[0].x == 2_560_000)
-    assert bands[0].y[place] == pytest.approx(83.7, abs=0.05)  # the README's mean
-    assert bands[0].lows[place] < bands[0].y[place] < bands[0].highs[place]
-
-
 def test_the_slider_has_an_image_for_each_grid_and_shows_the_last(tmp_path):
     run = make(tmp_path / "mine")
     for images in (0, 320, 640):
@@ -303,18 +290,6 @@ def test_the_page_asks_no_network_and_runs_only_its_own_script(tmp_path):
         assert not name.startswith("on") and (name not in ("src", "href") or value.startswith(("data:", "#"))), value
     styles = "".join("".join(text) for tag, _, text in shown.elements if tag == "style")
     assert "url(" not in styles and "@import" not in styles
-
-
-def test_no_two_elements_have_one_id_and_every_reference_is_there(tmp_path):
-    lines = [*map(window, range(40)), evaluation(640, 60.0, 0.7), evaluation(960, 50.0, 0.8)]
-    one, two = (make(tmp_path / name, lines) for name in ("one", "two"))
-    for run in (one, two):
-        grid(run, 0), grid(run, 320)
-    for shown in (parsed(one), parsed(one, two)):
-        named = {own[name] for _, own, _ in shown.elements for name in ("aria-labelledby", "for") if own.get(name)}
-        for _, own, _ in shown.elements:
-            named.update(re.findall(r"url\(#([^)]+)\)", own.get("clip-path") or ""))
-        assert len(set(shown.ids())) == len(shown.ids()) and named and named <= set(shown.ids())
 
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)> \x1b[31mred\x1b[0m \u202egnp.exe $x^2$ {{ 7 * 7 }} \"'`"

@@ -95,13 +95,6 @@ def test_every_private_name_of_a_library_is_declared(trees):
     assert ("mds.loader.Loader", "_iterator") in ours
 
 
-def test_every_declared_name_is_used(trees):
-    text, names = "\n".join(ast.unparse(tree) for tree in trees.values()), declared(trees)
-    owners = {part for name in names for part in name.split(".")[:-1]}
-    single = [name for name in sorted(names - owners) if "." not in name and is_private(name)]
-    assert [name for name in single if text.count(name) < 2] == []
-
-
 # --- what a new release lacks ---
 
 

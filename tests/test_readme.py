@@ -15,14 +15,12 @@ import importlib.util
 import json
 import re
 import shlex
-import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from PIL import Image
 from test_layout import FLOORS, sources
 
 import benchmark
@@ -32,12 +30,8 @@ from common.command_line import Assignment, parse_command_line
 from common.key_reference import update_tables
 from config import load, schema_keys
 from eval import EvalCommand
-from families import FAMILIES
-from families.flux import OBJECTIVES
-from families.sampling import SAMPLERS, SamplerName
 from prepare.arguments import split_arguments
 from prepare.laion import __main__ as laion
-from reports import samples
 from run_folder.history import rounded
 from scaling import __main__
 from sweeps.plan import read_sweep
@@ -186,14 +180,6 @@ def test_every_command_of_a_page_is_understood(command, monkeypatch):
         read(words[script].removesuffix(".py"), words[script + 1 :])
 
 
-def test_the_ten_seeds_of_the_benchmark_are_one_sweep(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    sweep = read_sweep(["yamls/sweeps/mlperf_256_ten_seeds.yaml"])
-    assert len(sweep.points) == 10 == len({values["seed"] for values in sweep.points.values()})
-    assert (sweep.command.yaml, sweep.command.ranks) == ("yamls/mlperf_256.yaml", 8)
-    assert all(name.startswith("seed-") for name in sweep.points)  # as the report's command names them
-
-
 def test_every_block_says_whether_it_is_commands_or_text_and_every_command_has_a_kind():
     kinds = {found[1] for text in PAGES.values() for found in BLOCK.finditer(text)}
     assert kinds == {"bash", "text"}
@@ -214,41 +200,6 @@ def test_every_page_is_in_the_index():
     names = {Path(page).name for page in PAGES if page.startswith("docs/")} - {"start.md"}
     assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == names
     assert "](docs/start.md#all-pages)" in PAGES["README.md"]
-
-
-def prose(text: str) -> list[str]:
-    """Return a page's paragraphs and list items, without blocks, tables, headings and comments."""
-    text = re.sub(r"<!--.*?-->", "", BLOCK.sub("\n\n", text))
-    lines = ["" if re.match(r"\||#|!\[", line) else line for line in text.splitlines()]
-    starts = [f"\n{line}" if re.match(r"\s*([-*]|\d+\.) ", line) else line for line in lines]
-    parts = "\n".join(starts).split("\n\n")
-    return [" ".join(re.sub(r"^\s*([-*]|\d+\.) ", "", line) for line in part.split("\n")).strip() for part in parts]
-
-
-def sentences(text: str) -> list[str]:
-    """Return the sentences of a page; code and a link's text count as one word."""
-    found = []
-    for part in prose(text):
-        plain = re.sub(r"`[^`]+`|\[[^]]+\]\([^)]+\)", "CODE", part)
-        found += re.split(r"(?<=[.?!])[*)\"]*\s+(?=[A-Z\"*(])", plain)
-    return [sentence for sentence in found if sentence]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_short_sentences_and_cells_and_whole_tables(page):
-    text = PAGES[page]
-    assert [sentence for sentence in sentences(text) if len(sentence.split()) > 30] == []
-    rows = text.splitlines()
-    heads = [n for n, row in enumerate(rows) if row.startswith("|") and not rows[n - 1].startswith("|")]
-    assert [rows[n] for n in heads if not re.match(r"\|[ :-]*-", rows[n + 1])] == []  # an empty line cuts a table
-    of_tables = [line for line in BLOCK.sub("", text).splitlines() if line.startswith("|")]
-    cells = [cell for row in of_tables for cell in re.split(r"(?<!\\)\|", row)]
-    assert [cell for cell in cells if len(cell.split()) > 25] == []
-
-
-def test_a_long_sentence_is_seen():
-    text = f"Short. A {'word ' * 30}end.\n\n| {'word ' * 40} |\n\n```bash\n{'word ' * 40}\n```\n- {'word ' * 30}"
-    assert [len(sentence.split()) for sentence in sentences(text)] == [1, 32, 30]
 
 
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"runs", "cache", "datasets"}
@@ -331,19 +282,6 @@ def test_every_key_says_in_a_few_words_what_it_is(schema):
     assert [name for name, text in texts.items() if len(text.split()) > 25] == []
 
 
-def test_a_grid_that_cannot_be_cut_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (11, 11)).save("grid.png")
-    Path("captions.txt").write_text("one\ntwo\nthree\n")
-    for words, message in (
-        ("grid.png", "command line: Give three paths: GRID.png CAPTIONS.txt OUT.png."),
-        ("grid.png captions.txt out.png gap_px=x", "command line: gap_px is 'x'. Possible: an integer."),
-        ("grid.png captions.txt out.png", "11 x 11 px, not 2 x 2 images with gaps of 2 px. Possible: a"),
-    ):
-        assert samples.main(words.split()) == 2
-        assert capsys.readouterr().err.startswith(message)
-
-
 # --- figures ---
 
 
@@ -392,22 +330,6 @@ def test_the_rows_of_results_are_those_of_the_committed_records():
         assert ("one thread" in hardware) == ("1 threads" in made["device"])
 
 
-def miniature_texts() -> Iterator[str]:
-    """Yield what its page says of the demos of three seeds, and of the quality of its encoders."""
-    for seed, name in ((17, "shapes_cpu"), (18, "shapes_cpu_seed18"), (19, "shapes_cpu_seed19")):
-        made = record(name)
-        cells = f"{seed} | {minutes_of(made['command_seconds'])} | {made['fid']:.1f} | {made['clip']:.3f}"
-        yield f"| {cells} | {made['images_to_target']:,} | [{name}]"
-    folder = ROOT / "families/shapes_weights"
-    reader, clip, vae = (json.loads((folder / n / "quality.json").read_text()) for n in ("reader", "clip", "vae"))
-    assert set(reader["read_right"].values()) == {1.0}
-    least = min(clip["told_right"], key=clip["told_right"].get)
-    yield f"in {100 * clip['score']:.1f} % of the cases ({least}, the least: {100 * clip['told_right'][least]:.1f} %)"
-    cosine, attribute = 100 * vae["kept"]["cosine"], 100 * min(vae["kept"]["read_right"].values())
-    yield f"keeps {cosine:.2f} % of the CLIP score and at least {attribute:.1f} %"
-    yield f"a CLIP score of {clip['cosine']:.3f}, and of {clip['cosine_one_attribute_off']:.3f} with one attribute"
-
-
 def test_the_figures_of_the_pages_are_those_of_their_records():
     spreads = {
         "store_speed": {"cold_mb_per_sec": ".0f", "warm_mb_per_sec": ".0f", "cold_over_download": ".2f"},
@@ -434,37 +356,3 @@ def test_the_figures_of_the_pages_are_those_of_their_records():
     assert [text for page, of_page in texts.items() for text in of_page if text not in flat(page)] == []
     assert all(record(name)["commit"] for name in (*spreads, "page_speed"))
     assert round(clips["ours_cpu_of_decoder"], 1) == 0.5  # the page says half of the processor time
-
-
-def test_the_table_of_bench_data_is_that_of_its_record():
-    made, page = record("data_speed"), PAGES["docs/benchmarks.md"]
-    rows = [row for row in page.splitlines() if row.startswith(("| moments | ", "| JPEGs | "))]
-    names = [f"{part}_{who}" for part in ("moments", "images") for who in ("ours", "plain", "webdataset")]
-    for row, name in zip(rows, [*names, "streams_one", "streams_two"], strict=True):
-        part, who = name.split("_")
-        over = f"{part}_one_over_two" if name == "streams_two" else f"{part}_ours_over_{who}"
-        ratio = spread(made, over, ".2f") if over in made else "-"
-        speed, time = spread(made, f"{name}_samples_per_sec", ",.0f"), f"{made[f'{name}_cpu_us_a_sample']:,.0f}"
-        assert row.endswith(f" | {speed} | {time} | {ratio} |"), name
-    cores = [8 * 200 * 1e-6 * made[f"{part}_ours_cpu_us_a_sample"] for part in ("moments", "images")]
-    assert f"need {cores[0]:.2f} cores for moments and {cores[1]:.1f} for JPEGs" in page
-
-
-def test_the_cards_of_a_network_are_those_of_the_record():
-    cards: dict[str, list[str]] = {}
-    kinds = [("bf16", "fp32"), ("bf16_params", "bf16"), ("bf16_params", "8bit")]
-    for row in record("cards")["networks"]:
-        if (row["precision"], row["states"]) in kinds:
-            numbers = [row[f"cards_of_{gib}_gib"] for gib in (80, 139)]
-            cards.setdefault(row["network"], []).append(" / ".join("-" if n is None else str(n) for n in numbers))
-    for network in ("flux dev", "mochi", "hunyuan_video", "wan i2v"):
-        [row] = [line for line in PAGES["docs/speed.md"].splitlines() if line.startswith(f"| {network}, ")]
-        assert row.endswith(f" | {' | '.join(cards[network])} |")
-    assert all(cards[network] == ["1 / 1"] * 3 for network in ("sd2", "sdxl", "wan t2v_1.3b"))
-
-
-def test_the_names_that_the_texts_of_keys_give_are_those_of_the_code():
-    texts = {key.name: key.text for key in keys_of(benchmark.RunConfig) if isinstance(key, Key)}
-    assert typing.get_args(SamplerName) == SAMPLERS
-    for key, names in {"model.family": FAMILIES, "model.variant": OBJECTIVES}.items():
-        assert all(re.search(rf"\b{name}\b", texts[key]) for name in names)

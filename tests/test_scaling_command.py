@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from PIL import Image
 from test_plan import lines
 
 from common.log import readable_time, three_digits
-from scaling import __main__, devices, estimates, report
+from scaling import __main__, devices, report
 from scaling.law import Setup
 from training.memory import Cost
 
@@ -95,16 +94,6 @@ def test_one_command_makes_the_record_the_tables_and_the_pictures(run, tmp_path,
     assert "cost, at" not in printed and "Records laid over" not in printed and record["records"] == []
 
 
-def test_flux_begins_at_the_published_speed_of_flux_where_there_is_one():
-    """At 32 images a device NVIDIA's GB200 do 56.5 images/s each."""
-    flux = [str(ROOT / "yamls/mlperf_flux_2048.yaml"), "gpus=[64]", "images=7000000"]
-    for gpu, series, least in (("GB200", "FLUX.1, GB200", 50.0), ("H200", "H200", 0.0)):
-        record, printed = made([*flux, f"gpu={gpu}"])
-        assert re.search(rf"speed of a GPU: published: MLPerf [0-9. and]+, {series}, at the same TFLOP/s", printed)
-        each = record["estimates"][0]["images_per_sec"] / 64
-        assert each > least and (gpu != "GB200" or each < 63.0)
-
-
 def test_records_of_gpus_are_where_the_prediction_begins_and_lie_over_it(run, tmp_path):
     speeds = {1: 140.0, 8: 134.0, 64: 120.0}
     places = [a_record(tmp_path, f"on_{num}", num, speed=speed) for num, speed in speeds.items()]
@@ -134,41 +123,6 @@ def test_the_committed_record_shows_every_section_and_what_is_no_record_is_refus
     assert "a.json: is no record of scaling (KeyError: 'run')." in capsys.readouterr().err
 
 
-def test_efficiency_is_that_over_one_node_whatever_the_numbers_of_gpus():
-    """And it has an interval, which is narrower than that of the two speeds divided: what they share cancels out."""
-    few, printed = made(["gpus=[1024,4096]"])
-    many, _ = made(["gpus=[8,1024]"])
-    row, node = few["estimates"][0], many["estimates"][0]
-    assert few["base"]["images_per_sec"] == node["images_per_sec"] and node["times"] == node["times_high"] == 1.0
-    assert row["times"] == pytest.approx(row["images_per_sec"] / node["images_per_sec"], rel=1e-5) and row["times"] < 64
-    assert f"{row['times'] / 128:.0%} ({row['times_low'] / 128:.0%} to" in printed
-    assert "100%" not in printed.split("===")[1]
-    divided = row["images_per_sec_high"] / node["images_per_sec_low"]
-    assert row["times_low"] < row["times"] < row["times_high"] < divided
-    assert "Efficiency is that over one node of 8 GPUs, at" in printed
-
-
-def test_a_run_without_checkpoints_is_one_segment_and_its_own_cadence_is_priced_next_to_the_best(run, tmp_path):
-    record, printed = made([run, "gpus=[8]", "mtbf_hours=1", "images=3000000"])
-    [row] = record["estimates"]
-    hours, between = row["train_hours"], 3600 * row["mtbf_hours"]
-    expected = estimates.overhead_frac(3600 * hours, 0.0, 300.0, between)
-    assert row["overhead_frac"] == pytest.approx(expected, rel=1e-3) and expected > 1
-    assert row["days"] == pytest.approx(hours / 24 * (1 + expected), rel=1e-3) and row["own_frac"] is None
-    assert "The run saves no checkpoints, so that a failure loses all of it;" in printed
-    record, printed = made([run, "gpus=[8]", "mtbf_hours=1", "images=64000000"])
-    assert record["estimates"][0]["days"] is None and "  never  " in printed and "never ends" in printed
-    saving = tmp_path / "saving.yaml"
-    saving.write_text(Path(run).read_text() + "save:\n  every_images: 1280\n")
-    record, printed = made([str(saving), "gpus=[8]", "images=64000000000"])
-    [row] = record["estimates"]
-    assert row["own_every_sec"] == pytest.approx(1280 / row["images_per_sec"], rel=1e-4)
-    gib, between = record["run"]["checkpoint_gib"], 3600 * row["mtbf_hours"]
-    expected = estimates.overhead_frac(row["own_every_sec"], gib, 300.0, between)
-    assert row["own_frac"] == pytest.approx(expected, rel=1e-3)
-    assert row["own_frac"] > row["overhead_frac"] and "at save.every_images=1280" in printed
-
-
 @pytest.mark.parametrize("words", [["resume_sec=1e12"], ["write_gib_per_sec=1e-9"]])
 def test_a_run_that_never_ends_is_said_to_and_its_record_is_json(words):
     record, printed = made(["gpus=[4096]", "price_per_gpu_hour=2", "price_date=2026", *words])
@@ -194,25 +148,6 @@ def test_days_gpu_hours_and_money_come_from_the_speed_and_have_its_interval():
     assert best["cost_low"] == pytest.approx(2 * best["device_hours_low"], rel=1e-5)
     assert best["cost_low"] < best["cost"] < best["cost_high"]
     assert printed.count("cost, at 2 an hour") == 3
-
-
-def test_mosaicmls_days_hours_and_money_are_those_of_the_runs_images():
-    """As MosaicML says of all of its images: 258.85 days on 8 GPUs, 79,000 hours and 160,000 USD on 256."""
-    _, printed = made(["gpus=[8,256]", "images=2867200000"])
-    assert "258.9" in printed and "78,740" in printed and "159,474" in printed and "It trained" not in printed
-    _, printed = made(["gpus=[8]", "images=1433600000"])
-    said = "MosaicML's days, hours and cost are those of 1,433,600,000 images at its rate. It trained 2,867,200,000 in all."
-    assert "129.4" in printed and said in printed
-
-
-def test_tiny_runs_have_three_digits_and_raised_batches_are_said(run):
-    record, printed = made([run, "gpus=[8,128]", "store_mb_per_sec=0.001"])
-    days = record["estimates"][0]["days"]
-    assert 0 < days < 0.01 and f"{days:#.3g} (" in printed and " 0.00 " not in printed
-    assert "128, batch 128" in printed
-    assert "A row with a batch trains with another batch than the run: one image a GPU, as many images" in printed
-    _, printed = made([str(ROOT / "yamls/mosaicml_512.yaml"), "gpus=[8]", "store_mb_per_sec=1e-4"])
-    assert "0.00152 " in printed.split("===")[1] and "trains with another batch" not in printed
 
 
 def test_bytes_of_a_sample_are_those_of_its_size(tmp_path):
@@ -255,17 +190,6 @@ def test_sharded_weights_are_exchanged_in_each_pass():
     assert speeds[0] < speeds[1] / 3
 
 
-def test_what_differs_between_the_record_and_the_run_is_named(run, tmp_path):
-    place = a_record(tmp_path, "a", family="flux", compile="blocks", sharding="off")
-    _, printed = made([str(ROOT / "yamls/mosaicml_512.yaml"), place, "gpus=[8]"])
-    note = next(line for line in printed.splitlines() if line.startswith("The record differs from the run in: "))
-    assert note.endswith("; its TFLOP/s is carried over.")
-    assert "family (flux, here sd2)" in note and "compile (blocks, here whole)" in note and "sharding" not in note
-    assert "device_train_microbatch_size (64, here" in note and "image_size" not in note
-    _, printed = made([str(ROOT / "yamls/mosaicml_256.yaml"), place, "gpus=[8]"])
-    assert "image_size ([512, 512], here [256, 256])" in printed
-
-
 def test_a_card_is_known_by_the_whole_name_of_a_device(tmp_path):
     cards = {"NVIDIA H200": "H200", "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA H100 80GB HBM3": "H100"}
     cards |= {"NVIDIA GB200": "GB200", "NVIDIA GH200 480GB": None, "NVIDIA H100 PCIe": None, "CPU AMD EPYC": None}
@@ -286,14 +210,6 @@ def test_records_of_different_configurations_or_gpus_are_refused_with_the_key(ru
     message = "a: is of NVIDIA H200. Possible: H100. Give its gpu, or another record."
     assert message in refused([run, one, "gpu=H100"], capsys)
     assert "emoji_cpu_1_rank: is of CPU AMD EPYC, 2 threads. Possible: A100," in refused([run, EMOJI], capsys)
-
-
-def test_a_record_that_is_faster_than_its_links_is_refused_with_the_links(run, tmp_path, capsys):
-    words = [run, a_record(tmp_path, "a", 64), "cluster_link=ethernet_100", "node_link=pcie4", "domain=1"]
-    message = (
-        "a: its step of 0.457 s is shorter than the exchange over these links alone. Possible: node_link, cluster_"
-    )
-    assert message in refused(words, capsys)
 
 
 IMPOSSIBLE = {
@@ -341,14 +257,6 @@ def test_print_config_reckons_its_ranks_from_a_record_with_an_interval(tmp_path)
     slowest = readable_time(512_000 / told_of.low)
     assert took.endswith(f"to {slowest})") and readable_time(512_000 / told_of.value) in took
     assert any("mean" in line and "minutes" in line for line in printed)  # to the target, too
-
-
-def test_print_config_takes_a_kind_of_gpu_for_its_published_speed():
-    """Without a record, and on a machine without one."""
-    printed = lines(measure__expected_record="H200", max_duration="2000ba")
-    [line] = [line for line in printed if line.startswith("time: of training alone, at ")]
-    assert "from measure.expected_record=H200, its published speed, see docs/scaling.md" in line
-    assert re.search(r"at [\d,.]+ images/s \([\d,.]+ to [\d,.]+\), estimated for 8 ranks", line), line
 
 
 def test_print_config_says_why_a_record_gives_no_speed():

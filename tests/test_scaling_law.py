@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import math
@@ -22,7 +21,6 @@ from scaling.estimates import batches_of, convergence, seconds_to_target
 from scaling.law import Interval, Setup
 
 ROWS = laws.read_rows()
-LINES = list(csv.DictReader(laws.PUBLISHED.open(newline="")))
 USED = laws.usable_rows(ROWS)
 RECORD = json.loads((ROOT / "reports/results/scaling.json").read_text())
 H200 = "mlperf_h200_v41"
@@ -99,24 +97,6 @@ def test_domains_are_of_one_size():
     assert {of: laws.domain_of(Setup("graphs", 1.0, 1.0, 1.0, of[0]), of[1]) for of in sizes} == sizes
 
 
-# --- the published rows ---
-
-
-def test_each_row_names_its_source_and_each_series_a_title():
-    assert all(line["source"].startswith("https://") for line in LINES) and len(LINES) > 90
-    assert {row.series for row in USED} == set(laws.SETUPS) <= set(laws.TITLES)
-    places = {(row.series, row.num) for row in USED}
-    assert len(places) == len(laws.places_of(USED))  # no series has one number of devices
-
-
-def test_minutes_times_speed_are_the_images_of_a_submission():
-    """A check of each line: the minutes are a mean without best and worst, and a factor of the rules is in some."""
-    keys = ("images_to_target", "minutes_to_target", "images_per_sec")
-    sd = [[float(line[key]) for key in keys] for line in LINES if line[keys[0]] and line[keys[1]]]
-    ratios = np.array([images / (60 * minutes * speed) for images, minutes, speed in sd])
-    assert len(sd) == 73 and abs(np.median(ratios) - 1) < 0.02 and np.abs(ratios - 1).max() < 0.13
-
-
 # --- the fit ---
 
 
@@ -163,19 +143,6 @@ def test_ninety_of_a_hundred_held_out_places_lie_in_their_interval_also_of_256_d
     np.testing.assert_allclose(laws.to_values(laws.to_theta(values)), values)
 
 
-def test_intervals_grow_with_the_doublings_of_the_domains(whole):
-    """A series' own deviation, one more for each doubling: in one domain it is the fit's."""
-    law, name = whole[0], "mlperf_h100_v41"
-    plain = dataclasses.replace(law, by_doubling=0.0)
-    for num, doublings in ((8, 0), (16, 1), (512, 6)):
-        wide, narrow = (
-            np.log(Predictor(of, name, laws.SETUPS[name]).predict(num, 4 * num).high) for of in (law, plain)
-        )
-        middle = np.log(Predictor(law, name, laws.SETUPS[name]).predict(num, 4 * num).value)
-        own, grown = ((end - middle) / law.log_radius(1.0) for end in (narrow, wide))
-        assert grown == pytest.approx(math.hypot(own, law.by_doubling * doublings))
-
-
 def test_a_prediction_from_the_smallest_place_uses_no_other_of_its_series(whole):
     """Each row of the series but the smallest is made ten times as fast: no prediction without it moves."""
     law, held = whole
@@ -188,27 +155,6 @@ def test_a_prediction_from_the_smallest_place_uses_no_other_of_its_series(whole)
     assert first.alone is None and len(own) == 4
     for each in own:
         assert again[name, each.num].alone.value == pytest.approx(each.alone.value, rel=1e-3)
-
-
-def test_the_jackknife_is_that_of_the_fits_without_a_series(whole):
-    """Against scipy's own, of the deviation of one parameter."""
-    law = laws.fit(USED)
-    shared = [laws.fit([row for row in USED if row.series != name], law) for name in law.series]
-    logs = [of.theta[len(of.series) + laws.NAMES.index("jitter")] for of in shared]
-    found = laws.jackknife(USED, law)[laws.NAMES.index("jitter"), laws.NAMES.index("jitter")]
-    assert found == pytest.approx((len(logs) - 1) * np.var(logs))
-    wide, narrow = whole[0].parameter("jitter"), law.parameter("jitter")
-    assert wide.low < narrow.low < narrow.high < wide.high
-
-
-def test_a_law_comes_back_from_its_record(whole):
-    law, _ = whole
-    again = laws.law_from_record(json.loads(json.dumps(law.as_record())))
-    for num in (8, 1024):
-        one, two = (Predictor(of, H200, laws.SETUPS[H200]).predict(num, 2048) for of in (law, again))
-        assert (one.value, one.low, one.high) == pytest.approx((two.value, two.low, two.high), rel=1e-4)
-    with pytest.raises(ValueError, match="the record's law has other parameters. Make it anew"):
-        laws.law_from_record({**law.as_record(), "names": ["other"]})
 
 
 def test_a_measured_rate_gives_back_what_was_measured_and_its_interval_grows_with_its_spread(whole):
@@ -299,14 +245,6 @@ def test_store_and_cores_limit_a_run_that_needs_more(whole):
     background = row(whole, 1024, holds_up=False)
     assert background["save_every_sec"] == 12.0
     assert background["overhead_frac"] < row(whole, 1024)["overhead_frac"]
-
-
-def test_an_evaluation_is_a_million_images_of_training_or_what_was_measured(whole):
-    assert row(whole, 64, eval_gpu_sec=6400.0)["eval_hours"] == pytest.approx(200 / 3600)
-    assert estimates.EVAL_IMAGES == 1_000_000
-    assert estimates.eval_sec(8, 241.0) == pytest.approx((1e6 * 2.41 / 241.0 + 520) / 8)
-    errors = [abs(of["error"]) for of in RECORD["evaluation"]["rows"]]
-    assert max(errors) < 0.15 and 0.5 < RECORD["evaluation"]["share"] < 1.0
 
 
 # --- to the target ---

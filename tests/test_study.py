@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 
 from reports import study
 
@@ -102,35 +100,3 @@ def test_other_files_and_records_without_a_curve_are_refused(record, tmp_path, c
         (tmp_path / "x.json").write_text(content)
         assert study.main([f"{tmp_path}/x.json", f"{tmp_path}/x.png"]) == 2
         assert text in capsys.readouterr().err and not (tmp_path / "x.png").exists()
-
-
-# --- what the pages say, against the records ---
-
-
-def test_ten_seeds_are_one_result_as_the_page_says():
-    record = json.loads((ROOT / "reports/results/shapes_ten_seeds.json").read_text())
-    assert [run["status"] for run in record["runs"]] == ["ok"] * 10 and record["axes"] == ["seed"]
-    said = (ROOT / "reports/results/shapes_ten_seeds.txt").read_text()
-    minutes, images = re.search(r"olympic_mean_minutes=(\S+) olympic_mean_images=(\d+)", said).groups()
-    page = (ROOT / "docs/mlperf.md").read_text()
-    assert f"was {float(minutes):.1f} minutes and {int(images):,} images, in the open division" in page
-    assert f"result: {minutes} minutes, open division" in said
-
-
-def test_the_study_is_whole_and_has_the_figures_of_the_docs():
-    record = json.loads((ROOT / "reports/results/shapes_precision.json").read_text())
-    assert [run["status"] for run in record["runs"]] == ["ok"] * 30
-    assert len({run["commit"] for run in record["runs"]}) == 1
-
-    def over_float32(rounding: str) -> list[float]:
-        """How far bfloat16's validation loss is above float32's at the low rate, in percent, seed by seed."""
-        own = {"optimizer.lr": 0.0001, "precision": "bf16_params", "optimizer.states": "bf16"}
-        own["optimizer.rounding"] = rounding
-        runs = [run for run in record["runs"] if own.items() <= run["values"].items()]
-        assert len(runs) == 3
-        return [100.0 * (run["val_loss"] / study.first_of(record, run)["val_loss"] - 1.0) for run in runs]
-
-    behind = over_float32("nearest")
-    page = (ROOT / "docs/speed.md").read_text()
-    assert min(behind) > 7 and f"end {sum(behind) / 3:.1f} % above float32's validation loss" in page
-    assert max(map(abs, over_float32("stochastic"))) < 0.1

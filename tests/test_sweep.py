@@ -17,14 +17,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, TINY_RUN, run, started
+from conftest import ROOT, TINY_RUN, started
 
 import sweep as command
 from common.command_line import parse_command_line
 from common.errors import ConfigError, Refused
 from run_folder import processes
 from sweeps import plan, running, table
-from sweeps.running import OK, STALE, SweepState
+from sweeps.running import STALE, SweepState
 
 pytestmark = pytest.mark.timeout(300, func_only=True)
 
@@ -354,37 +354,6 @@ def test_a_run_that_does_not_fit_by_the_plan_is_not_started(folder, stand_in):
     assert [*rows(folder).values()][1]["message"].startswith("80000000 images a pass need about ")
 
 
-def test_a_run_during_which_the_code_changed_is_run_again(folder, stand_in, capsys, monkeypatch):
-    """Of code that was edited for a while and restored the commit alone says nothing."""
-    text, keep = "matrix: {seed: [1, 2, 3]}\n", command.write_table
-
-    def edited(sweep, all_points, state):
-        found = keep(sweep, all_points, state)
-        changed = [row["status"] for row in found].count(OK) == 1  # from the end of the first to that of the second
-        for module in (command, running):
-            monkeypatch.setattr(module, "commit", lambda: "a" * 40 + "+changes" * changed)
-        return found
-
-    monkeypatch.setattr(command, "write_table", edited)
-    assert stand_in(text, {}) == 0
-    assert statuses(folder) == ["ok", "ok", "ok"]
-    assert stand_in(text, {}, "dry_run=true") == 0
-    assert capsys.readouterr().out.count("seed-2  stale") == 1
-    assert stand_in(text, {}) == 0
-    lines = (folder / "sweep.jsonl").read_text().splitlines()
-    assert [json.loads(line)["run"] for line in lines][6:] == ["seed-2"] * 2
-
-
-def test_the_runs_continue_when_table_and_page_cannot_be_written(folder, stand_in, capsys):
-    for name in ("summary.csv", "page.html"):
-        (folder / name / "held").mkdir(parents=True)
-    assert stand_in(TWO_SEEDS, {}, whole=True) == 0
-    printed = capsys.readouterr().err
-    assert "summary.csv: cannot be written: " in printed
-    assert "not all of record, plot and page could be written: out: " in printed
-    assert counts(folder) == {"seed-1": 1, "seed-2": 1}
-
-
 def test_a_second_call_during_the_first_is_refused(tmp_path, folder, stand_in, capsys):
     with running.lock_folder(folder):
         assert stand_in(TWO_SEEDS, {}) == 2
@@ -469,19 +438,3 @@ def test_a_signal_leaves_no_process_behind_and_the_same_command_goes_on(tmp_path
         _, said = sweep.communicate(timeout=90)
     assert sweep.returncode == 128 + sent and not processes.is_alive(group)
     assert "2 runs: 2 pending. The same command resumes the sweep." in said
-
-
-@pytest.mark.slow
-def test_seeds_of_a_benchmark_go_through_its_report(tmp_path, miniature):
-    """Two of the ten, and two evaluations of each: yamls/sweeps/shapes_ten_seeds.yaml, with less of everything."""
-    left_out = ("run_", "mlperf.", "target.", "eval.when")
-    base = [word for word in miniature.small(tmp_path, "x") if not word.startswith(left_out)]
-    keys = ["eval.every_images=16", "target.fid=0.001", "save.every_images=0", "mlperf.org=Us", "mlperf.platform=here"]
-    keys += [f"data.local={tmp_path}/local"]  # of both runs side by side
-    path = tmp_path / "seeds.yaml"
-    path.write_text(f"yaml: {base[0]}\nkeys: {json.dumps([*base[1:], *keys])}\n{TWO_SEEDS}jobs: 2\n")
-    done = run("python", str(ROOT / "sweep.py"), str(path), f"runs={tmp_path}/runs")
-    assert done.returncode == 0, done.stderr
-    assert "no result: 2 runs of 10; 2 runs failed (seed-1, seed-2), the rules allow 1" in done.stdout, done.stdout
-    logs = sorted((tmp_path / "runs/sweeps/seeds/mlperf").glob("Us/results/here/stable_diffusion/result_*.txt"))
-    assert [f'"key": "seed", "value": {seed}' in log.read_text() for seed, log in enumerate(logs, 1)] == [True, True]

@@ -233,17 +233,6 @@ def test_a_signal_in_a_validation_ends_the_run_and_the_next_start_repeats_it(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60, func_only=True)
-def test_a_grid_has_the_images_that_an_evaluation_would_have_drawn(miniature, tmp_path):
-    scored = ["max_duration=2ba", "eval.every_images=16", "eval.batch_size=8", "eval.num_prompts=8", "eval.clip=null"]
-    assert benchmark.main(miniature.small(tmp_path, "scored", *scored, "eval.when=in_training")) == 0
-    drawn = ["max_duration=2ba", "samples.every_images=16", "eval.batch_size=8"]
-    assert benchmark.main(miniature.small(tmp_path, "drawn", *drawn)) == 0
-    one, two = (tmp_path / name / "samples/im000000000016.png" for name in ("scored", "drawn"))
-    assert one.read_bytes() == two.read_bytes()
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
 def test_two_ranks_measure_the_same_loss_of_the_same_weights_and_draw_each_prompt_once(words_of, whole, tmp_path):
     words = words_of(tmp_path, "two", "device_train_microbatch_size=4", "samples.every_images=8")

@@ -6,7 +6,6 @@ import functools
 import json
 import re
 import shlex
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from prepare.laion.config import check as check_way
 from sweeps.plan import as_word, read_sweep
 from training import low_memory_adamw
 from training.optimizer import ScheduleConfig, lr_multiplier
-from training.speed import SpeedKeys
 
 pytestmark = pytest.mark.timeout(120, func_only=True)
 
@@ -37,7 +35,6 @@ RUNS = sorted((ROOT / "yamls").glob("*.yaml"))
 LADDERS = sorted((ROOT / "yamls" / "ladders").glob("*.yaml"))
 SWEEPS = sorted((ROOT / "yamls" / "sweeps").glob("*.yaml"))
 WAYS = sorted((ROOT / "yamls" / "prepare").glob("*.yaml"))
-SPEED = {key.name for key in fields(SpeedKeys)}
 HEADER = ("# What: ", "# Hardware: ", "# Expected: ", "# Command: ")
 
 
@@ -255,24 +252,3 @@ def test_every_point_of_a_sweep_resolves_and_its_batch_divides_into_ranks_and_pa
             seen.update(own)
             small = [word for word in words if not word.startswith("compile=")]  # a check of it looks for a compiler
             assert resolve(small, stage).model.family == keys["model.family"]
-
-
-VIDEO = tuple(path.name for path in RUNS if re.match("mochi|hunyuan|wan", path.name))
-WITHOUT_CONVOLUTIONS = ("flux", "sd3", "prx", "sana", "qwen_image")
-TRANSFORMERS = (*VIDEO, *(path.name for path in RUNS if any(name in path.name for name in WITHOUT_CONVOLUTIONS)))
-
-
-def test_recipes_for_gpus_have_the_keys_of_speed_of_the_ladders_top_rung():
-    top = [rung for rung in read_ladder(str(ROOT / "yamls/ladders/sd2_512.yaml")).rungs if rung.over is None][-1]
-    speed = {key: value for key, _, value in (word.partition("=") for word in top.keys) if key in SPEED}
-    assert speed["compile"] == "whole" and len(speed) >= 5
-    assert speed.pop("attention") == "cudnn"  # the default, where the GPU has it
-    for path in RUNS:
-        text = path.read_text()
-        has = {key: value.partition(" ")[0] for key, _, value in (line.partition(": ") for line in text.splitlines())}
-        if not path.name.startswith("shapes"):  # for a CPU
-            wanted = {k: v for k, v in speed.items() if k != "channels_last" or path.name not in TRANSFORMERS}
-            wanted |= {"compile": "blocks"} if "sharding" in has else {}  # it gathers block by block
-            assert {key: has.get(key) for key in wanted} == wanted, path.name
-            assert "predicted, not measured" in text or "1.57 x eager there, on one H200" in text, path.name
-            assert "attention" not in has, path.name
