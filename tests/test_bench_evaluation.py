@@ -30,15 +30,10 @@ def test_a_rung_is_scored_three_times_after_a_first(tmp_path):
     assert f"images_per_sec={summary['images_per_sec']}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
+def test_impossible_keys_are_refused(tmp_path, capsys):
+    for word, said in (
         ("eval.prompts=x.tsv", "eval.prompts: is made up here. Leave it out."),
-        ("eval.guidance=[1,2]", "eval.guidance: [1, 2] is a list. One scale is measured here."),
         ("eval.num_prompts=1", "eval.num_prompts: 1, but FID compares covariances."),
-        ("cudnn_benchmark=true", "cudnn_benchmark: true needs a GPU."),
-    ],
-)
-def test_impossible_keys_are_refused(tmp_path, capsys, word, said):
-    assert evaluation.main([*WORDS, word, f"run_folder={tmp_path}", "run_name=a"]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "a").exists()
+    ):
+        assert evaluation.main([*WORDS, word, f"run_folder={tmp_path}", "run_name=a"]) == 2
+        assert said in capsys.readouterr().err and not (tmp_path / "a").exists()

@@ -31,7 +31,6 @@ def write_ladder(folder: Path, rungs: str = A, budget: int = 9, more: str = "") 
 def test_a_file_that_is_no_ladder_is_refused(tmp_path):
     message = r"^.*x.yaml: is no ladder .*of a rung: name, yaml, keys, program, ranks, over"
     for rungs, more in (
-        ("", ""),
         ("{name: a}", ""),
         (A, ", limits: 2"),
         ("{name: a, yaml: y, keys: [], program: other}", ""),
@@ -39,8 +38,6 @@ def test_a_file_that_is_no_ladder_is_refused(tmp_path):
         ("{name: ../../x, yaml: y, keys: []}", ""),
         (f"{A}, {A}", ""),
         ("{name: a, yaml: y, keys: [], ranks: 0}", ""),
-        ("{name: a, yaml: y, keys: [], limit_sec: 700}", ""),
-        ("{name: a, yaml: y, keys: [{seed: 1}]}", ""),
     ):
         with pytest.raises(ConfigError, match=message):
             ladder.read_ladder(write_ladder(tmp_path, rungs, more=more))
@@ -160,7 +157,6 @@ def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path, monkeypatch, ca
     online = records["online"]
     assert len(online[WINDOWS]) == online["windows"] > 0 and online["device"].startswith("CPU")
     assert statistics.median(online[WINDOWS]) == pytest.approx(online["images_per_sec"])
-    assert online["first_step_seconds"] > 0 and online["images_per_sec"] > 0 and online["torch_version"]
     assert "memory: 1000000 images a pass need about" in records["too_large"]["output_end"]
     if len(online["commit"] or "") == 40:
         again = []  # only what has no record that is ok

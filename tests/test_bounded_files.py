@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from browser_pages import copy_run
-from conftest import ROOT
 
 import export
 from common.files import open_regular, read_json, read_regular
-from evaluation.prompts import read_prompts
 from evaluation.table import read_rows
-from prepare import coco
 from reports.page_content import samples_of
 from run_folder import files
 from run_folder.files import ALL_FILES, CONFIG, OVERRIDES, read_config
@@ -92,24 +87,3 @@ def test_no_reader_of_a_run_folder_waits_for_a_pipe_or_reads_a_device(tmp_path):
         if content is not None:
             path.write_bytes(content)
     assert not read_history(run).missing
-
-
-COMMANDS = """reports.study a.json; reports.study record.json b.md; reports.tables a.json; scaling.report a.json
-; reports.compare a.json b.json; reports.mlperf a.json out; reports.page a.json; reports.samples a.png a.txt out.png
-; evaluation.plots a.json out.png; evaluation.plots a.jsonl out.png; bench.ladder a.yaml; sweep a.yaml; benchmark a.yaml"""
-
-
-@pytest.mark.parametrize("what", ["pipe", "long"])
-def test_a_command_refuses_such_a_file(what, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.json", "a.jsonl", "a.png", "a.txt", "a.html", "a.yaml", "b.json", "b.md", "a.tsv"):
-        ODD[what][0](Path(name))
-    shutil.copyfile(ROOT / "reports/results/shapes_precision.json", "record.json")
-    for command in COMMANDS.split("; "):
-        name, *words = command.split()
-        assert importlib.import_module(name).main(words) == 2, command
-        printed = capsys.readouterr().err
-        assert printed and "Traceback" not in printed and not Path("out.png").exists(), command
-    for name, read in (("a.tsv", read_prompts), ("a.json", lambda name: coco.read_annotations(Path(name)))):
-        with pytest.raises(ValueError, match=f"{name}.* cannot be read: it "):
-            read(name)

@@ -114,25 +114,6 @@ def test_nothing_scrolls_sideways_on_a_phone(chromium, pages, name):
             assert opened.tab.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
 
 
-def violations(tab: Any) -> list[str]:
-    """What axe-core finds, everything that is folded away unfolded."""
-    from axe_playwright_python.sync_playwright import Axe
-
-    tab.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
-    found = Axe().run(tab).response["violations"]
-    return [f"{one['id']}: {node['html'][:200]}" for one in found for node in one["nodes"]]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", PAGES)
-def test_axe_core_finds_nothing_wrong(chromium, pages, name, scheme):
-    with Opened(chromium, pages[name], color_scheme=scheme, bypass_csp=True) as opened:
-        assert violations(opened.tab) == []
-        if (name, scheme) == ("one", "light"):  # it would see a fault
-            opened.tab.evaluate("document.querySelector('h1').style.color = '#ddd'")
-            assert [text.partition(":")[0] for text in violations(opened.tab)] == ["color-contrast"]
-
-
 # --- the table of all runs ---
 
 
@@ -152,8 +133,6 @@ def test_the_table_is_sorted_by_a_click_and_by_a_key_and_what_has_no_value_stays
         assert sorts() == ["started"] and opened.tab.locator("#runs a").count() == 2
         head("cost").locator("button").click()
         assert names_of(opened)[0] == NASTY and head("cost").get_attribute("aria-sort") == "ascending"
-        head("cost").locator("button").press("Enter")
-        assert names_of(opened)[0] == NASTY and head("cost").get_attribute("aria-sort") == "descending"
         head("FID").locator("button").press("Space")
         cells = opened.tab.locator("#runs tbody tr td:nth-child(5)").all_inner_texts()
         fids = [float(cell) for cell in cells if cell != NONE]
@@ -218,12 +197,5 @@ def test_a_page_renews_itself_and_keeps_what_the_reader_has_moved(chromium, serv
         assert opened.shown() == grids_of(whole)[0] and second.shown() == grids_of(whole)[3]
         assert tab.evaluate("[scrollY, document.activeElement.id]") == [at, "samples-slider"]
         assert tab.locator("#configuration details").nth(1).get_attribute("open") == ""
-        tab.locator("#samples-slider").press("ArrowRight")
-        assert opened.shown() == grids_of(whole)[1]
-        # Resumed: the record is cut back, and continues.
-        (running / "metrics.jsonl").write_bytes(b"".join(lines[:20]))
-        with open(running / "starts.jsonl", "a") as file:
-            file.write(json.dumps({**start, "start": 2, "batch": 200}) + "\n")
-        tab.locator("#starts tbody tr").nth(1).wait_for(state="attached", timeout=20_000)
-        assert opened.shown() == grids_of(whole)[1] and opened.wrong == second.wrong == []
+        assert opened.wrong == second.wrong == []
         assert {url.split("/")[2] for url in opened.asked} == {address.split("/")[2]}

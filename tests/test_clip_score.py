@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 
 import open_clip
 import pytest
@@ -83,8 +82,6 @@ def test_texts_are_encoded_once(monkeypatch):
     pair.to("cpu")
     assert torch.equal(pair.encode_texts(captions[3:5]), first[3:5])
     assert seen == [3, 2], "batches, the caption that is there twice only once"
-    pair.encode_texts(["another"])
-    assert seen == [3, 2, 1]
 
 
 # --- files ---
@@ -155,12 +152,6 @@ def test_files_of_other_networks_are_refused(tmp_path):
     write_config(tmp_path, WIDE)
     with pytest.raises(ValueError, match="does not fit OpenCLIP's CLIP of a model config: 4 of another form "):
         load_clip(path)
-    for config, reason in (
-        ({"embed_dim": 3}, "embed_dim cannot be built (KeyError: 'vision_cfg')"),
-        (open_clip.get_model_config("roberta-ViT-B-32"), "cannot be built (ValueError: towers of other libraries)"),
-    ):
-        with pytest.raises(ValueError, match=f"^CLIP architecture: a config of .*{re.escape(reason)}"):
-            load_clip("random", config)
 
 
 # --- the score ---

@@ -94,25 +94,16 @@ def test_a_flag_takes_the_next_word_unless_it_is_bare(words: str, expected: Oute
     ("words", "message"),
     [
         (["lr=1"], "unknown key 'lr'. Did you mean 'optimizer.lr'?"),
-        (
-            ["zzz=1"],
-            "unknown key 'zzz'. Known: batch, flag, logger, optimizer, scale, text, workers. --print_config shows",
-        ),
-        ([f"{'k' * 5000}=1"], f"unknown key '{'k' * 60}... (5,000 characters)'. Known: "),
+        (["zzz=1"], "unknown key 'zzz'. Known: batch, flag, logger, optimizer, scale, text, workers."),
         (["batch=1.5"], "batch is 1.5. Possible: an integer."),
-        (["batch=???"], "batch is '???'. Possible: an integer."),
         (["--batch_size", "many"], "--batch_size (batch) is 'many'. Possible: an integer."),
-        (["flag=3"], "flag is 3. Possible: true or false."),
         (["optimizer.name=adam"], "optimizer.name is 'adam'. Possible: one of adamw, sgd."),
         (["optimizer.betas=[0.9]"], "optimizer.betas is [0.9]. Possible: a list of 2 numbers."),
         (["optimizer=sgd"], "optimizer is 'sgd'. Possible: a section with the keys lr, share, name, betas."),
         (["batch="], "'batch=' has no value. Write batch=VALUE, or batch=null for none."),
         (["batch=[1"], "the value of 'batch=[1' cannot be read as YAML: "),
         (["--batch_size"], "'--batch_size' has no value. It stands for batch=VALUE."),
-        (
-            ["--batchsize", "3"],
-            "unknown flag '--batchsize'. Flags: --batch_size, --preset, --use_flag, --print_config. ",
-        ),
+        (["--batchsize", "3"], "unknown flag '--batchsize'. Flags: --batch_size, --preset, --use_flag, "),
         (["--preset", "c"], "'--preset c' is not known. Known: a, b."),
         (["a\nb"], "'a\\nb' is not a path. Possible: a text without control characters and line ends."),
         (["batch"], "'batch' is neither a .yaml file nor key=value."),
@@ -141,13 +132,9 @@ def test_what_yaml_would_drop_of_a_word_is_text(text: str, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            "batch: [1\n",
-            "cannot be read as YAML: line 2, column 1: while parsing a flow sequence: did not find expected",
-        ),
+        ("batch: [1\n", "cannot be read as YAML: line 2, column 1: while parsing a flow sequence: did not find "),
         ("- batch\n", "holds a list. A run is a mapping of keys to values."),
         ("batch: 1\nbatch: 2\n", "cannot be read as YAML: line 2, column 1: while constructing a mapping: found dup"),
-        ("a: !o 1\n", "cannot be read as YAML: line 1, column 4: could not determine a constructor for the tag '!o'."),
         ("text: 0123\n", "text is 83. Possible: a text (in quotes where it looks like a number) or null."),
     ],
 )
@@ -198,18 +185,10 @@ def test_an_unreadable_word_is_reported_without_the_checks_across_keys(words: li
         ("batch=0", "batch is 0. Possible: 1 and up."),
         (f"batch={'9' * 400}", f"batch is {'9' * 60}... (400 characters). Possible: 1 to 1,000,000,000,000."),
         ("workers=513", "workers is 513. Possible: 0 to 512 or one of auto or null."),
-        ("workers=1.5", "workers is 1.5. Possible: an integer or one of auto or null."),
         ("optimizer.lr=0", "optimizer.lr is 0. Possible: above 0 or null."),
-        ("optimizer.lr=.nan", "optimizer.lr is nan. Possible: above 0 or null."),
         ("optimizer.lr=1e400", "optimizer.lr is inf. Possible: above 0, to 1e+30 or null."),
-        (
-            f"optimizer.name={'a' * 300}",
-            f"optimizer.name is '{'a' * 59}... (302 characters). Possible: one of adamw, sgd.",
-        ),
         ("optimizer={share: 2}", "optimizer.share is 2. Possible: 0 to 1."),
-        (f"scale=[1, {'9' * 400}]", f"scale is [1, {'9' * 56}... (405 characters). Possible: -1,000,000,000,000 to "),
         ('text="a\\0b"', "text is 'a\\x00b'. Possible: a text without control characters and line ends or null."),
-        ('logger={tags: ["\\e[2J"]}', "logger.tags is ['\\x1b[2J']. Possible: a text without control "),
         (f"text={'a' * 256}", f"text is '{'a' * 59}... (258 characters). Possible: at most 1,024 bytes, 255 between "),
     ],
 )

@@ -134,26 +134,6 @@ def test_the_pods_of_the_jobset_know_their_rank_and_each_other():
     assert env["MASTER_ADDR"]["value"] == f"{name}-{replicated['name']}-0-0.{name}"  # JobSet's name of its first pod
 
 
-def test_a_pod_that_is_taken_away_does_not_count_and_a_run_that_cannot_work_is_not_tried_again():
-    """By the words of Kubernetes' Job controller, to which JobSet applies its patterns."""
-    jobset = content(LAUNCH / "kubernetes.yaml")
-    of_pods, failure = job_of(jobset)["podFailurePolicy"]["rules"], jobset["spec"]["failurePolicy"]
-
-    def action(index: int) -> str:
-        text = f"Container ranks for pod default/easel failed with exit code 1 matching FailJob rule at index {index}"
-        patterns = ((p, rule["action"]) for rule in failure["rules"] for p in rule["onJobFailureMessagePatterns"])
-        return next(action for pattern, action in patterns if re.search(pattern, text))
-
-    expected = {"2": "FailJobSet", "138, 143": "RestartJobSetAndIgnoreMaxRestarts", "DisruptionTarget": None}
-    for index, rule in enumerate(of_pods):
-        codes = ", ".join(map(str, rule.get("onExitCodes", {}).get("values", ())))
-        what = codes or rule["onPodConditions"][0]["type"]
-        assert action(index) == (expected[what] or expected["138, 143"])
-    assert len(of_pods) == 3 and job_of(jobset)["backoffLimit"] == 0 and failure["maxRestarts"] > 0
-    assert {128 + signal.SIGUSR1, 128 + signal.SIGTERM} == {138, 143}
-    assert content(LAUNCH / "skypilot.yaml")["resources"]["job_recovery"]["recover_on_exit_codes"] == [138, 143]
-
-
 def test_the_nodes_of_skypilot_know_their_rank_and_each_other(tmp_path):
     """The script itself is run, with SkyPilot's variables, up to the launch."""
     given = content(LAUNCH / "skypilot.yaml")

@@ -86,12 +86,8 @@ def test_impossible_variables_are_reported_at_once():
         "BATCHSIZE is '0'. Possible: a whole number.",
         "DATADIR: /nowhere is not a folder. Wanted: what the recipes have in datasets/.",
     ]
-    for text in ("²", "9" * 5000, "8\n8"):  # which str.isdigit or int takes, but not both
-        assert problems_of(DGXNGPU=text) == [f"DGXNGPU is '{text}'. Possible: a whole number."]
     [text] = problems_of(DGXNNODES="2", DGXNGPU="8", SLURM_JOB_NUM_NODES="4")
     assert text == "DGXNNODES is 2, but the job has 4 nodes. Give sbatch --nodes=2."
-    for more in ({}, {"YAML": "yamls/shapes.yaml"}):
-        assert problems_of(BATCHSIZE="256", **more)[0].startswith("DGXNGPU is not given.")
     [text] = problems_of(DGXNGPU="8", BATCHSIZE="31")
     assert text.startswith(
         "DGXNNODES x DGXNGPU x BATCHSIZE = 1 x 8 x 31 = 248: there is no yamls/mlperf_248.yaml. Known"
@@ -121,13 +117,8 @@ def test_a_node_refuses_variables_that_no_launcher_could_use():
         ({"RANKS_PER_NODE": "many"}, ": RANKS_PER_NODE is 'many'. Possible: a number of ranks.\n"),
         ({"PATH": "/usr/bin:/bin", "RANKS_PER_NODE": "1"}, ": no composer on the PATH. Activate the environment"),
         ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "12"}, "WORLD_SIZE is '12'. Possible: a multiple of the 8 ranks of a"),
-        (
-            {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"},
-            "MASTER_ADDR or MASTER_PORT is not given, and there are 2 nodes",
-        ),
-        (TWO | {"NODE_RANK": "2"}, ": NODE_RANK is '2'. Possible: from 0 to 1, the number of nodes being 2. NUM_NODES"),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, "MASTER_ADDR or MASTER_PORT is not given, and there are 2"),
         (TWO, ": NODE_RANK is not given, and there are 2 nodes. Give each its own: 0 on that of MASTER_ADDR, up to 1."),
-        (TWO | {"MASTER_PORT": "65536"}, ": MASTER_PORT is '65536'. Possible: a number from 1 to 65535.\n"),
     ):
         done = launched("x=1", **variables)
         assert done.returncode == 2 and text in done.stderr, done

@@ -26,7 +26,7 @@ from families.sampling import prompt_generator
 from mds.dataset import read_dataset, write_metadata
 from mds.mixture import resolve_streams
 from prepare import latents, shards
-from reports.mlperf import RULES, check, read_run, reference_points
+from reports.mlperf import RULES, check, read_run
 from run_folder.mlperf_log import OPEN_LOSS, read_events
 from training.builders import build_start_settings
 from training.config import build, resolve
@@ -111,10 +111,8 @@ def test_the_recipes_are_the_benchmark_at_each_reference_point():
 
 
 DEVIATIONS = {
-    "optimizer.name=muon": "muon; the reference: adamw",
     "optimizer.betas=[0.9, 0.999]": "[0.9, 0.999]; the reference: [0.9, 0.95]",
     "objective.caption_dropout=0.0": "0; the reference: 0.1",
-    "validation.times=thousandths": "thousandths; the reference: eighths",
     "target.val_loss=0.6": "0.6; the reference: 0.586",
     "model.weights=random": "random; the reference: its published weights",
     "validation.every_images=262145": "263168; the rules: 262144",
@@ -310,7 +308,7 @@ def validations(folder: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_run_stops_at_the_first_validation_that_meets_its_target_and_says_so(ran, stages, capsys):
+def test_a_run_stops_at_the_first_validation_that_meets_its_target_and_says_so(ran):
     folder = ran / "aimed"
     lines, summary = validations(folder), json.loads((folder / "summary.json").read_text())
     # None before training: MLPerf's clock runs before data are read.
@@ -323,14 +321,6 @@ def test_a_run_stops_at_the_first_validation_that_meets_its_target_and_says_so(r
     assert summary["seconds_to_target"] == pytest.approx(lines[1]["seconds"], rel=1e-5)
     validated = sum(line["val_sec"] for line in lines)
     assert summary["seconds_to_target_with_eval"] == pytest.approx(lines[1]["seconds"] + validated, rel=1e-5)
-
-    capsys.readouterr()  # started again, it knows
-    target = f"target.val_loss={lines[1]['val_loss']!r}"
-    assert benchmark.main(words_of(stages, ran, "aimed", target, *LOGGED)) == 0
-    said = capsys.readouterr()
-    assert "has reached its target (reached with a validation loss of" in said.err
-    assert "target=reached images_to_target=32" in said.out and f"val_loss={lines[1]['val_loss']:.6g}" in said.out
-    assert len(validations(folder)) == 2
 
 
 @pytest.mark.slow
@@ -410,20 +400,6 @@ def test_the_checker_accepts_the_closed_constants_and_refuses_others(tmp_path, r
     missed = fixture(tmp_path / "missed", 2 * FLUX.every_images, ruleset=ruleset, loss=0.5861)
     assert "eval_accuracy" in check(missed, ruleset)
     assert check(damaged(log, tmp_path, "evaluation_frequency"), ruleset) is not None
-
-
-@pytest.mark.parametrize("ruleset", FLUX.rulesets)
-def test_the_checker_of_reference_points_passes_ten_of_the_references_own_and_refuses_ten_that_are_too_fast(
-    tmp_path, ruleset
-):
-    for name, images in (("own", FLUX.find_point(512, ruleset).images[5:15]), ("fast", 10 * (4_194_304,))):
-        (tmp_path / name).mkdir()
-        for seed, count in enumerate(images):
-            log = fixture(tmp_path / name / str(seed), count, seed=seed, ruleset=ruleset)
-            log.rename(tmp_path / name / f"result_{seed}.txt")
-    passed, said, _ = reference_points(tmp_path / "own", ruleset)
-    assert passed and "RCP found" in said
-    assert not reference_points(tmp_path / "fast", ruleset)[0]
 
 
 def test_a_report_counts_a_run_to_a_loss_without_scores_and_leaves_out_a_fixture(tmp_path):

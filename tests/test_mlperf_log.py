@@ -375,21 +375,13 @@ def test_a_run_whose_log_could_not_be_accepted_is_refused_before_it_starts(score
     write_checkpoint(tmp_path / "old/checkpoints", file_stem("full-ba", 3), {})
     words = [*scored, "target.fid=90", f"run_folder={tmp_path}", "run_name=old"]
     check_refused("/old was trained before its log was begun, or it was cut. Leave it out, or", *words)
-    (tmp_path / "old/mlperf.log").touch()  # a log that was emptied, to look as if the run began here
-    check_refused("/old was trained before its log was begun", *words)
     (tmp_path / "old/mlperf.log").write_text(":::MLLOG {}\n")
     check_refused("/old/mlperf.log: line 1 of its log is no event of MLPerf's", *words)
 
 
 def test_the_closed_division_names_every_constant_that_differs(scored):
     lines = refused(*scored, "target.fid=90", "mlperf.division=closed", "optimizer.eps=1e-6")
-    for text in (
-        "model.variant: stock; the reference: mlperf",
-        "optimizer.eps: 1e-06; the reference: 1e-08",
-        "data.synthetic: true; the reference: false",
-        "target.clip: null; the reference: 0.15",
-        "eval.prompts: 1 prompts; the reference: 30,000",
-    ):
+    for text in ("optimizer.eps: 1e-06; the reference: 1e-08", "eval.prompts: 1 prompts; the reference: 30,000"):
         assert f"mlperf.division: closed, but {text}. Use the reference's value, or mlperf.division=open." in lines
 
 
@@ -406,10 +398,7 @@ def test_the_closed_division_refuses_other_data_before_anything_is_built(scored,
 SHORTCUTS = {
     "model.denoiser": ("runs/other", "runs/other; the reference: null"),  # begun with weights that are trained already
     "model.weights": ("random", "random; the reference: its published weights"),
-    "eval.inception": ("random", "random; the reference: its published weights"),
-    "eval.clip": ("random", "random; the reference: its published weights"),
     "eval.every_images": (256, "256; the rules: 512000"),  # the first pass would be found earlier
-    "eval.image_size": (64, "64; the rules: 512"),
 }
 
 

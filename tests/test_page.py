@@ -18,16 +18,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from reports import page
-from reports.charts import Plot, table_of, thinned, tick
+from reports.charts import thinned, tick
 from reports.formatting import figure, plain, span
 from reports.page_content import differing, not_comparable, result_of, results, samples_of
 from run_folder.files import append_lines
 from run_folder.history import read_history
-from run_folder.sample_videos import gif_of
 
 VOID = {"meta", "input", "img", "br", "hr", "link"}
 
@@ -155,10 +153,6 @@ def test_thinning_keeps_every_extreme_and_the_mean_and_leaves_few_points_as_they
     assert thin.high[77_777 // 250] == 1e6  # 250 points a bucket
     np.testing.assert_allclose(thin.y, y.reshape(400, 250).mean(1), rtol=1e-12, atol=1e-6)
     np.testing.assert_allclose(thin.x, x.reshape(400, 250).mean(1))
-    table = table_of(Plot("a", "A", "x", "y", [thin]))
-    assert table.head == ["x", "y", "least", "greatest"]
-    greatest = [float(row[3].replace(",", "")) for row in table.rows]
-    assert len(greatest) == 40 and max(greatest) == 1e6
     few = thinned("loss", np.array([1.0, 2.0, np.nan, 4.0]), np.array([1.0, np.inf, 3.0, 5.0]))
     assert few.x.tolist() == [1.0, 4.0] and few.y.tolist() == [1.0, 5.0] and few.low is None
 
@@ -258,21 +252,6 @@ def test_grids_that_are_too_many_or_broken_are_left_out_and_named(tmp_path):
     said = ["im000000000000.png cannot be read.", "59 of 80 sample grids are shown, evenly over training."]
     assert found.left_out == said
     assert sum(len(grid.address) for grid in samples_of(read_history(run), 1000).grids) <= 1000
-
-
-def test_videos_are_shown_in_motion_above_their_frames(tmp_path):
-    run = make(tmp_path / "mine")
-    for images in (0, 320):
-        grid(run, images)
-        video = torch.rand(3, 9, 8, 12, generator=torch.Generator().manual_seed(images)).mul(255).byte()
-        (run / f"samples/im{images:012d}.gif").write_bytes(gif_of(video, 8.0))
-    shown = parsed(run)
-    images = [own for own, _ in shown.all("div") if "data-images" in own]
-    assert [(own["data-images"], "hidden" in own) for own in images] == [("0", True), ("320", False)]
-    videos = [own["src"] for own, _ in shown.all("img") if own["src"].startswith("data:image/gif")]
-    assert len(videos) == 2 and len(shown.all("img")) == 4
-    found = samples_of(read_history(run), 10**6)
-    assert (found.width, found.height, found.is_small) == (12, 8, True)
 
 
 # --- the page itself ---
@@ -444,11 +423,7 @@ def test_an_impossible_command_line_is_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     os.mkfifo("pipe")  # as /dev/null, which root would replace for everybody
     no_runs = "none is not a folder. Give a run's folder: runs/NAME.\nempty is not a run: it has no config"
-    for words, text in (
-        (["none", "empty"], no_runs),
-        (["out=x.html"], "command line: 0 runs given. Possible: 1 to 16 on a page."),
-        (["mine", "out=pipe"], "out: pipe cannot be written: it is no regular file."),
-        (["x" * 5000], f"command line: '{'x' * 60}... (5,000 characters)' is not a path."),
-    ):
+    out_of_place = "out: pipe cannot be written: it is no regular file."
+    for words, text in ((["none", "empty"], no_runs), (["mine", "out=pipe"], out_of_place)):
         assert page.main(words) == 2
         assert capsys.readouterr().err.startswith(text) and Path("pipe").is_fifo()

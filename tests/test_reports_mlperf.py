@@ -203,18 +203,12 @@ def test_a_folder_that_is_no_run_or_cannot_be_written_and_unknown_words_are_refu
     one, two = refused(capsys, [tmp_path / "other"], tmp_path / "out")
     assert one == f"{tmp_path}/other: not a run, it has no config.yaml. Left out."
     assert two.startswith(f"{tmp_path}/other: no run (config.yaml). No run is left.")
-    for words, text in (
-        (["nowhere", "outt=x"], "command line: unknown key 'outt'."),
-        (["nowhere"], "nowhere is not a folder."),
-    ):
-        assert mlperf.main(words) == 2 and capsys.readouterr().err.startswith(text)
     assert mlperf.main([str(runs[0]), f"out={tmp_path / 'file'}"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"out: {tmp_path / 'file'}/Fixture") and "cannot be written: Not a directory." in line
 
 
-UNREADABLE = [("config.yaml", b"a: ["), ("config.yaml", b"\xff"), ("config.yaml", b"[]"), ("summary.json", b"{")]
-UNREADABLE += [("environment.json", b"[]"), ("metrics.jsonl", b'{"evaluation": tr\n'), ("metrics.jsonl", b"x\n")]
+UNREADABLE = [("config.yaml", b"a: ["), ("summary.json", b"{"), ("environment.json", b"[]"), ("metrics.jsonl", b"x\n")]
 
 
 def test_a_run_with_an_unreadable_file_is_left_out_by_the_files_name(runs, first, tmp_path, capsys):

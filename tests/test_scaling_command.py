@@ -112,12 +112,6 @@ def test_the_committed_record_shows_every_section_and_what_is_no_record_is_refus
     printed = capsys.readouterr().out
     sections = ["MosaicML's table", "The best batch", "Error against published rows", "Every held-out row"]
     assert all(f"=== {name}" in printed for name in (*sections, "Parameters", "Failures"))
-    errors = json.loads((RESULTS / "scaling.json").read_text())["errors"]
-    large, all_sizes = (size["alone"] for size in errors["sizes"][-2:])
-    page = " ".join((ROOT / "docs/scaling.md").read_text().split())
-    assert f"by {100 * all_sizes['median']:.1f} % in the median, and by {100 * large['median']:.1f} % from 256" in page
-    assert f"it held {round(large['places'] * large['covered'])} of {large['places']} rows" in page
-    assert f"adds a deviation of {100 * errors['by_doubling']:.1f} %" in page
     (tmp_path / "a.json").write_text("{}")
     assert report.main([str(tmp_path / "a.json")]) == 2
     assert "a.json: is no record of scaling (KeyError: 'run')." in capsys.readouterr().err
@@ -148,17 +142,6 @@ def test_days_gpu_hours_and_money_come_from_the_speed_and_have_its_interval():
     assert best["cost_low"] == pytest.approx(2 * best["device_hours_low"], rel=1e-5)
     assert best["cost_low"] < best["cost"] < best["cost_high"]
     assert printed.count("cost, at 2 an hour") == 3
-
-
-def test_bytes_of_a_sample_are_those_of_its_size(tmp_path):
-    place, images = tmp_path / "tiny.yaml", json.loads((RESULTS / "data_speed.json").read_text())
-    expected = {(512, "moments"): 65_771.6, (256, "moments"): 65_536 / 4 + 235.6}
-    expected[128, "images"] = images["images_bytes_a_sample"] / 16  # an image's file grows with its area
-    for (side, stage), num_bytes in expected.items():
-        text = TINY.replace("image_size: 64", f"image_size: {side}")
-        place.write_text(text.replace("synthetic: true", f"stage: {stage}\n  remote: some"))
-        [row] = made([str(place), "gpus=[8]"])[0]["estimates"]
-        assert row["node_mb_per_sec"] / row["images_per_sec"] * 1e6 == pytest.approx(num_bytes, rel=1e-3)
 
 
 # --- how a run exchanges ---
@@ -216,8 +199,6 @@ IMPOSSIBLE = {
     "cluster_link=token_ring": "cluster_link is 'token_ring'. Possible: one of infiniband_hdr, infiniband_ndr, ethernet_",
     "gpu=H900": "gpu is 'H900'. Possible: one of A100, H100, H200, B200, GB200",
     "price_per_gpu_hour=2": "price_date: only one of price_per_gpu_hour and price_date is given.",
-    "price_date=2026": "price_date: only one of price_per_gpu_hour and price_date is given.",
-    "gpus=[0]": "gpus is [0]. Possible: 1 to 65,536",
     "gpus=[]": "gpus: []. Possible: numbers from 1 to 65,536, e.g. [8,64,512].",
 }
 
@@ -228,13 +209,7 @@ def test_keys_that_are_not_possible_are_refused_with_what_is(capsys):
 
 
 def test_a_record_with_a_number_that_no_run_has_is_refused_by_name(run, tmp_path, capsys):
-    microbatch = "device_train_microbatch_size"
-    for key, value in (
-        ("tflop_per_image", math.nan),
-        ("trained_parameters", -1),
-        (microbatch, 0),
-        (microbatch, "many"),
-    ):
+    for key, value in (("tflop_per_image", math.nan), ("device_train_microbatch_size", 0)):
         place = a_record(tmp_path, "a", **{key: value})
         message = f"a.json: its {key} is {value!r}. Possible: a number above 0. Give another record."
         assert message in refused([run, place], capsys)
@@ -262,7 +237,3 @@ def test_print_config_reckons_its_ranks_from_a_record_with_an_interval(tmp_path)
 def test_print_config_says_why_a_record_gives_no_speed():
     message = "time: measure.expected_record: a record of CPU AMD EPYC, 2 threads. Possible: A100, H100, H200, B200"
     assert any(line.startswith(message) for line in lines(measure__expected_record=EMOJI))
-    text = "no such file or folder. Give runs/NAME or a record."
-    assert any(line.endswith(text) for line in lines(measure__expected_record="x"))
-    given = lines(measure__expected_record=EMOJI, measure__expected_images_per_sec=1100.0)
-    assert "time: of training alone, at 1100 images/s (measure.expected_images_per_sec)" in given

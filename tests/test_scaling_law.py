@@ -143,20 +143,6 @@ def test_ninety_of_a_hundred_held_out_places_lie_in_their_interval_also_of_256_d
     np.testing.assert_allclose(laws.to_values(laws.to_theta(values)), values)
 
 
-def test_a_prediction_from_the_smallest_place_uses_no_other_of_its_series(whole):
-    """Each row of the series but the smallest is made ten times as fast: no prediction without it moves."""
-    law, held = whole
-    name = "mosaicml_latents_512"
-    first = next(each for each in held if each.series == name)
-    faster = lambda row: dataclasses.replace(row, images_per_sec=10 * row.images_per_sec)  # noqa: E731
-    rows = [faster(row) if row.series == name and row.num != first.num else row for row in USED]
-    again = {(each.series, each.num): each for each in laws.hold_out_places(rows, law)[1]}
-    own = [each for each in held if each.series == name and each.alone is not None]
-    assert first.alone is None and len(own) == 4
-    for each in own:
-        assert again[name, each.num].alone.value == pytest.approx(each.alone.value, rel=1e-3)
-
-
 def test_a_measured_rate_gives_back_what_was_measured_and_its_interval_grows_with_its_spread(whole):
     law, _ = whole
     narrow = Measurement(140.0, 139.9, 140.1, 0)

@@ -23,7 +23,7 @@ from common.command_line import parse_command_line
 from common.errors import ConfigError
 from config import load
 from evaluation.scorer import EvalConfig, TargetConfig, rounded_up
-from evaluation.scores import save_batch_size, score_to_target
+from evaluation.scores import score_to_target
 from training.config import RunConfig, resolve
 from training.start import check_evaluations
 
@@ -106,22 +106,14 @@ FILES = "eval.prompts=/no/prompts eval.statistics=/no/statistics eval.inception=
         (
             f"{IN_TRAINING} eval.guidance=[1,2] eval.inception=random eval.weights=ema eval.image_size=60 target.clip=0.1",
             [
-                "eval.prompts: not given. Give a tab-separated file",
-                "eval.statistics: not given, but eval.inception is.",
-                "target.clip: given, but clip is not measured.",
-                "eval.weights: ema, but the run keeps no EMA weights.",
-                "eval.guidance: [1, 2]: a run is scored at one.",
-                "eval.image_size: 60 x 60 px does not fit sd2.",
-                "eval.every_images: 512,000, but max_duration=4ba is 32: nothing would be evaluated. Lower it.",
+                *("eval.prompts", "eval.statistics", "target.clip", "eval.weights", "eval.guidance", "eval.image_size"),
+                "eval.every_images: 512,000, but max_duration=4ba is 32: nothing would be evaluated.",
             ],
         ),
         ("target.fid=90", ["target.fid: given, but nothing is evaluated."]),
         (
             f"{FILES} {IN_TRAINING} eval.every_images=8",
-            [
-                f"eval.{key}: no file /no/{key}. Check the path."
-                for key in ("prompts", "statistics", "inception", "clip")
-            ],
+            [f"eval.{key}: no file /no/{key}." for key in ("prompts", "statistics", "inception", "clip")],
         ),
         # Scored on another machine, later: only there the files have to be.
         (
@@ -186,7 +178,7 @@ def eval_refused(capsys, *words: object) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_impossible_snapshots_and_sources_are_refused(a_run, tmp_path, capsys, monkeypatch):
+def test_impossible_snapshots_and_sources_are_refused(a_run, tmp_path, capsys):
     lost = tmp_path / "lost/checkpoints/weights-im000000000064-0123.pt"
     lost.parent.mkdir(parents=True)
     lost.touch()
@@ -196,24 +188,6 @@ def test_impossible_snapshots_and_sources_are_refused(a_run, tmp_path, capsys, m
         ([tmp_path / "lost"], f"{tmp_path}/lost: it has checkpoints of a run, but no config.yaml."),
     ):
         assert begins(eval_refused(capsys, *words), [text])
-    save_batch_size(gone := tmp_path / "gone", 16)
-    text = f"eval.batch_size: 16 was found, but {gone}/overrides.yaml cannot be written: No such file or directory"
-    assert capsys.readouterr().err.startswith(text)
-    monkeypatch.setattr(eval_command, "write_problem", lambda folder: f"{folder} cannot be written. Give another.")
-    assert eval_refused(capsys, a_run) == [f"out: {a_run} cannot be written. Give another."]
-
-
-def test_a_broken_config_is_named_with_its_key(a_run, capsys):
-    for content, text in (
-        (b"model: [\n", "cannot be read as YAML: line 2, column 1: while parsing a flow node"),
-        (b"\xff\xfe", "cannot be read as YAML: line 1: 'utf-8' codec can't decode byte 0xff"),
-        (b"- a\n", "holds a list. A run is a mapping of keys to values."),
-        (b"eval: {guidence: 3}\n", "unknown key 'eval.guidence'. Did you mean 'eval.guidance'?"),
-        (b"eval: {steps: many}\n", "eval.steps is 'many'. Possible: an integer."),
-    ):
-        (a_run / "config.yaml").write_bytes(content)
-        lines = eval_refused(capsys, a_run)
-        assert any(line.startswith(f"{a_run}/config.yaml: {text}") for line in lines)
 
 
 def test_an_evaluation_has_to_be_like_the_last_one_before_the_start(tmp_path):

@@ -65,16 +65,6 @@ def test_a_run_that_did_not_end_well_is_counted_and_is_in_no_mean(record):
     assert rows["0.1", "bf16"][-1] == "+30.00" and rows["0.1", "fp32"][3] == "0.4000"
 
 
-def test_without_points_nothing_is_compared_and_without_quality_the_speed_is_shown(record):
-    assert "loss over the first's, by seed" not in study.table_of({**record, "of_points": []}).head
-    for run in record["runs"]:
-        for key in ("val_loss", "fid", "clip"):
-            del run[key]
-        run["images_per_sec_per_device"] = 12.5
-    table = study.table_of(record)
-    assert table.head == ("lr", "precision", "runs", "images/s a device") and table.rows[0][-1].startswith("12.5")
-
-
 @pytest.mark.parametrize("of_points", [("precision",), ()])
 def test_the_command_draws_and_puts_the_table_between_a_page_s_marks(record, tmp_path, monkeypatch, of_points, capsys):
     monkeypatch.chdir(tmp_path)

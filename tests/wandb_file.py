@@ -5,6 +5,7 @@ Source of the format: LevelDB's doc/log_format.md; W&B puts seven bytes before i
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ def records(path: Path) -> Iterator[Any]:
 
 @dataclass
 class Offline:
-    """What one start has logged."""
+    """What the starts of a run have logged."""
 
     history: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -51,15 +52,14 @@ class Offline:
 
 
 def offline(run: Path) -> Offline:
-    """Read the only start of a run's folder."""
-    [path] = (run / "wandb").glob("offline-run-*/run-*.wandb")
-    found = Offline()
+    """Read the starts of a run's folder, in their order."""
+    paths, found = sorted((run / "wandb").glob("offline-run-*/run-*.wandb")), Offline()
 
     def values(items: Any) -> dict[str, Any]:
         # Of the parts of an image, the last.
         return {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
 
-    for record in records(path):
+    for record in itertools.chain.from_iterable(map(records, paths)):
         kind = record.WhichOneof("record_type")
         if kind == "history":
             found.history.append(values(record.history.item))
