@@ -119,7 +119,7 @@ endef
 test-quick: $(STAMP)  ## the tests of the layout, the configuration, the locks and the pages: half a minute
 	@unset $$(git rev-parse --local-env-vars); export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; \
 	  $(PY) -m pytest -q -m "not slow" tests/test_layout.py tests/test_config.py \
-	  tests/test_locks.py tests/test_readme.py tests/test_contributing.py
+	  tests/test_locks.py tests/test_readme.py
 
 test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
 	$(call both_halves,not slow and not long and not gpu)
@@ -134,7 +134,7 @@ test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's co
 	$(MAKE) --no-print-directory test-browser ONLY=short
 	$(MAKE) --no-print-directory test-clouds
 
-test-long: $(STAMP)  ## what CI leaves out: compiled networks, sharding on two machines, the plans of MLPerf's recipes (half an hour)
+test-long: $(STAMP)  ## what CI leaves out: compiled networks and sharding on two machines (half an hour)
 	$(call both_halves,long)
 
 # Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.5 s of every start.

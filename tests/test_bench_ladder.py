@@ -125,14 +125,6 @@ def test_records_of_uncommitted_code_are_compared_within_one_call_alone():
         assert ladder.with_ratios(steps, {"a": first, "b": second})[1]["over_before"] == ratio
 
 
-def test_a_rung_with_a_limit_of_its_own_is_started_where_its_call_has_time_for_it():
-    steps = ladder.Ladder(320, 260, [ladder.Rung("a", "y", []), ladder.Rung("b", "y", [], limit_sec=560)])
-    assert [steps.room_sec(rung) for rung in steps.rungs] == [260, 20]
-    for name in ("sd2_512", "sd2_512_evaluation", "families"):
-        of_gpu = ladder.read_ladder(str(ROOT / f"yamls/ladders/{name}.yaml"))
-        assert all(0 < of_gpu.room_sec(rung) <= 580 - (rung.limit_sec or of_gpu.limit_sec) for rung in of_gpu.rungs)
-
-
 @pytest.mark.slow
 def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path, monkeypatch, capsys):
     """The code of `make gpu-ladder` with two rungs of its CPU form and fewer batches: one is refused, none is run twice.

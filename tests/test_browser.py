@@ -105,15 +105,6 @@ def test_short_the_slider_moves_by_keys_and_by_mouse_and_shows_another_image(chr
         assert opened.wrong == []
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_nothing_scrolls_sideways_on_a_phone(chromium, pages, name):
-    with Opened(chromium, pages[name], width=360, height=780, is_mobile=True, has_touch=True) as opened:
-        for unfold in (False, True):
-            if unfold:
-                opened.tab.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
-            assert opened.tab.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
-
-
 # --- the table of all runs ---
 
 

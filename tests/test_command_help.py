@@ -119,9 +119,6 @@ def test_help_shows_a_section_or_a_key_and_lists_the_sections(capsys):
     assert help_of("--help", "optimizer.lr").startswith(text)
     text = f"command line: no section or key 'optimiser'. Sections: {SECTIONS}.\n"
     assert help_of("--help", "optimiser", code=2) == text
-    shown = help_of("yamls/shapes.yaml", "-h").splitlines()
-    assert "  seed=17   (0 to 4,294,967,295)" in shown
-    assert shown[-1] == f"Sections (--help SECTION lists their keys): {SECTIONS}."
     assert help_of("max_duration=1ba", code=None) == ""
 
 

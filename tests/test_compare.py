@@ -53,9 +53,8 @@ def test_the_verdict_is_that_of_scipys_exact_test(num, other):
 
 @pytest.mark.timeout(60, func_only=True)
 def test_few_values_and_extremes_alone_are_judged_with_more_care():
-    for few in ([100.0, 101.0, 102.0], [1.0, 1.1, 1.2]), ([100.0], [1.0]):
-        ratio = ratio_of(*(sample_of(values, "run") for values in few))
-        assert (ratio.verdict, ratio.is_enough) == (ALIKE, False)
+    ratio = ratio_of(*(sample_of(values, "run") for values in ([100.0, 101.0, 102.0], [1.0, 1.1, 1.2])))
+    assert (ratio.verdict, ratio.is_enough) == (ALIKE, False)
     many, four = Measurement(2.0, 1.9, 2.1, 10**9, unit="round"), Measurement(1.0, 0.9, 1.1, 4, unit="round")
     assert ratio_of(many, many).is_enough and not ratio_of(four, four).is_enough
     rng = np.random.default_rng(4)
@@ -162,8 +161,6 @@ def test_the_training_has_to_be_the_same_and_across_allows_its_key(record, capsy
     for changed, said in (
         ({"image_size": [64, 64, 9]}, "image_size: [64, 64] in a, [64, 64, 9] in b."),
         ({"ema": ...}, "ema: true in a, not recorded in b."),
-        ({"bucket_sizes": [[64, 32]]}, "bucket_sizes: none in a, [[64, 32]] in b."),
-        ({"tflop_per_image": 0.00017}, "tflop_per_image: 0.000150974 in a, 0.00017 in b."),
         ({"global_batch_size": 16}, "device_batch_size: 8 in a, 16 in b."),
     ):
         other, key = record("b", **changed), said.partition(":")[0]
@@ -203,9 +200,6 @@ def test_records_of_bench_compare_figure_by_figure(tmp_path, capsys):
     assert "step: other work was going on: load average 1.19 before it, on 2 processors" in notes
     with pytest.raises(ValueError, match=r"^command line: micro is of keys .*, step of bench\.step\. Records of one"):
         compare.compare_records([f"{RESULTS}/step.json", f"{RESULTS}/micro.json"])
-    (tmp_path / "other.json").write_text(json.dumps({**made, "config": {**made["config"], "batch_size": 4}}))
-    with pytest.raises(ValueError, match=r"^config\.batch_size: 8 in step, 4 in other\."):
-        compare.compare_records([f"{RESULTS}/step.json", f"{tmp_path}/other.json"])
 
 
 # --- bad input ---
@@ -236,11 +230,9 @@ def test_missing_unfinished_single_and_repeated_records_are_refused_all_at_once(
     Path("empty").mkdir()
     folder, one = run_folder(Path("begun")), record("a")
     Path("link.json").symlink_to(one)
-    for words in ([one, one], [one, "link.json"], [folder, f"{folder}/summary.json"]):
+    for words in ([one, "link.json"], [folder, f"{folder}/summary.json"]):
         assert compare.main(words) == 2
         assert capsys.readouterr().err == f"{words[1]}: is given twice. Give each record once.\n"
-    assert compare.main([one]) == 2
-    assert capsys.readouterr().err.startswith("command line: one record given, a. Give another one to set against it.")
     Path("begun/summary.json").unlink()
     texts = {"none": "no such file or folder.", "empty": "is not a run: it has no config.yaml."}
     texts |= {"begun": "is not finished: it", "c.json": "no such file"}

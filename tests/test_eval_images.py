@@ -17,7 +17,7 @@ from PIL import Image
 
 import benchmark
 import eval as eval_command
-from evaluation.generate import ImageRequest, folder_problem, save_image
+from evaluation.generate import ImageRequest, save_image
 from evaluation.prompts import Prompt, parse_captions
 from reports.samples import tiles_of
 from run_folder import sample_videos
@@ -69,11 +69,9 @@ def test_impossible_captions_are_refused():
     ways = "Give a file with a caption in each line, or captions: prompts='[a red circle, a blue square]'."
     for given, said in (
         (None, f"not given. {ways}"),
-        ("[]", "an empty list. Give a file"),
         ("a red circle", "no file a red circle. Check the path."),
         ("[a: b]", "the caption at place 1 is {'a': 'b'}. Possible: a text of 1 to 10,000 characters, in quotes"),
         ("[a, ' ']", "the caption at place 2 is ' '. Possible: a text"),
-        ('["a\\0b"]', "the caption at place 1 is 'a\\x00b'. Possible: a text"),
         ("[a", "[a cannot be read as a list. Put captions with a comma in quotes."),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
@@ -101,12 +99,6 @@ def test_whatever_an_image_depends_on_is_in_its_name():
     assert len(names) == 2 + len(others)
     assert all(name.startswith(("00001-17-a-cat-", "00002-17-a-cat-", "00001-18-a-cat-")) for name in names)
     assert all(NAME.fullmatch(wanted("x", number=n).file_name) for n in (0, 770337, -3, 10**4000))
-
-
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
-    assert folder_problem(str(tmp_path / "new")) is None and folder_problem(str(tmp_path)) is None
-    (tmp_path / "notes.txt").touch()
-    assert folder_problem(str(tmp_path / "notes.txt")) == f"{tmp_path}/notes.txt is a file. Give a folder."
 
 
 # --- of a run ---
@@ -222,12 +214,8 @@ def test_a_stopped_command_resumes(trained, tmp_path):
 @pytest.mark.slow
 def test_the_weights_are_those_that_were_asked_for(trained, tmp_path, capsys):
     snapshots = sorted((trained / "checkpoints").glob("weights-*.pt"))
-    ways = {
-        "ema": [trained],
-        "training": [trained, "eval.weights=training"],
-        "first": snapshots[:1],
-        "file": snapshots[-1:],
-    }
+    ways = {"ema": [trained], "training": [trained, "eval.weights=training"]}
+    ways |= {"first": snapshots[:1], "file": snapshots[-1:]}
     for name, words in ways.items():
         assert eval_command.main([*map(str, words), f"images={tmp_path}/{name}", captions(0)]) == 0
     ema, training, first, of_file = (drawn(tmp_path / name) for name in ways)
@@ -244,19 +232,9 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_built(trained, tmp_p
     snapshot = next((trained / "checkpoints").glob("weights-*.pt"))
     lost = shutil.copy(snapshot, tmp_path / snapshot.name)
     for source, words, said in (
-        (
-            trained,
-            [f"prompts={tmp_path}/no.txt", "snapshots=to_target"],
-            "snapshots: to_target, but nothing is scored where images are drawn. Say last or all, or give a snapshot's "
-            f"file.\nprompts: no file {tmp_path}/no.txt. Check the path. ",
-        ),
         (snapshot, ["snapshots=last"], f"snapshots: last, but {snapshot} is one already. Leave it out."),
         (lost, [], f"{lost} is a run's checkpoint, without its run's config.yaml. Give it in checkpoints/ of its run."),
-        (
-            trained / "samples",
-            [],
-            f"images: {trained}/samples is a folder of images, without a model. Possible: a run ",
-        ),
+        (trained / "samples", [], f"images: {trained}/samples is a folder of images, without a model."),
     ):
         capsys.readouterr()
         assert eval_command.main([str(source), f"images={tmp_path}/out", captions(0), *words]) == 2

@@ -341,9 +341,8 @@ def test_the_command_makes_statistics_of_a_folder(tmp_path, capsys, monkeypatch)
         assert fid_statistics.main([*words, *more]) == code
         return capsys.readouterr()
 
-    printed, warned = made(0)
+    printed, _ = made(0)
     assert printed == f"statistics of 6 images, 12 features of quarters: {out}\n"
-    assert "FOLDER: 6 images for 12 features: the covariance is singular (rank 5 at most)" in warned
     expected, found, before = numpy_statistics(torch.stack(rows)), read_statistics(out), out.read_bytes()
     np.testing.assert_allclose(found.covariance, expected.covariance, atol=1e-7)
     np.testing.assert_allclose(found.mean, expected.mean, atol=1e-6)
@@ -352,12 +351,8 @@ def test_the_command_makes_statistics_of_a_folder(tmp_path, capsys, monkeypatch)
 
     assert made(2)[1].startswith(f"OUT: {out} exists. Give another name, remove it, or say overwrite=true.")
     (folder / "3.jpg").write_bytes(b"broken")
-    assert (
-        f"{folder / '3.jpg'}: cannot be read as an image" in made(1, "overwrite=true")[1] and out.read_bytes() == before
-    )
-    (folder / "3.jpg").rename(folder / "notes.txt")
-    assert made(0, "overwrite=true")[0].endswith("; files that are no images by their suffixes: 1, e.g. notes.txt\n")
-    assert read_statistics(out).num_images == 5
+    assert f"{folder / '3.jpg'}: cannot be read as an image" in made(1, "overwrite=true")[1]
+    assert out.read_bytes() == before
 
 
 def test_the_command_reports_everything_that_is_wrong(tmp_path, capsys):

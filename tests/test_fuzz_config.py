@@ -29,7 +29,6 @@ from config import load, schema_keys, to_yaml
 from evaluation.sources import EvalSource
 from mds import dataset as stage
 from preflight.config_checks import expected_metadata, quick_problems
-from prepare import adopt, fid_statistics, latents, look, shards
 from training.config import ALIASES, RunConfig, resolve
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
@@ -116,19 +115,10 @@ def scored(words: list[str]) -> Any:
 
 
 TINY = "model.preset=tiny image_size=64"
-CHECKS: dict[type, Callable[[Any], Any]] = {
-    latents.LatentsConfig: latents.check,
-    fid_statistics.FidStatisticsConfig: fid_statistics.check,
-    **dict.fromkeys((shards.ShardsConfig, adopt.AdoptConfig, look.LookConfig), lambda config: []),
-}
 COMMANDS: list[tuple[type, Callable[[list[str]], Any], list[str], str]] = [
     *3 * [(RunConfig, run_of, [], f"{TINY} run_folder=FOLDER global_batch_size=8 data.synthetic=true")],
     (evaluation.EvalCommand, scored, ["RUN"], f"{TINY} eval.prompts=PROMPTS eval.clip=random"),
     (evaluation.EvalCommand, scored, ["IMAGES"], "eval.prompts=PROMPTS eval.clip=random out=FOLDER"),
-    *(
-        (schema, lambda words, schema=schema: load(schema, parse_command_line(words, {}), check=CHECKS[schema]), [], "")
-        for schema in CHECKS
-    ),
 ]
 """Keys, command, first words, and words with which it is possible, for every second example."""
 

@@ -59,28 +59,6 @@ def test_a_damaged_part_is_set_aside(tmp_path, capsys, how):
     assert path.with_name(path.name + ".damaged").exists() and not list(tmp_path.glob("*.tmp"))
 
 
-def test_restored_sums_give_the_same_figures_to_the_last_bit():
-    images = torch.rand(6, 3, 40, 40, generator=torch.Generator().manual_seed(1))
-    captions = ["a red circle", "two dogs", "", "snow", "rain", "a cat"]
-    meter = Meter(inception=None, statistics=None, resize="bilinear299", clip="random")
-
-    def added(*numbers: int) -> None:
-        for n in numbers:
-            meter.add(images[n : n + 2], range(n, n + 2), captions[n : n + 2])
-
-    meter.reset()
-    added(0, 2)
-    kept = {name: {key: value.clone() for key, value in of.items()} for name, of in meter.sums().items()}
-    added(4)
-    whole = meter.figures()
-    meter.reset()
-    meter.restore_sums(kept)
-    added(4)
-    assert meter.figures() == whole and int(kept["cosines"]["n"]) == 4
-    with pytest.raises(ValueError, match="sums: .* not "):
-        meter.restore_sums({"cosines": {"n": torch.zeros(()), "sum": torch.zeros(())}})
-
-
 def test_a_signal_is_noted_instead_of_ending_and_handlers_are_restored():
     before, done = [signal.getsignal(number) for number in collectives.STOP_SIGNALS], []
     with collectives.note_signals() as noted:

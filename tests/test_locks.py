@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,6 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def is_installed(name: str) -> bool:
-    try:
-        return bool(importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
 def requirements(name: str) -> list[Requirement]:
     lines = [line.split(" #")[0].strip() for line in (ROOT / name).read_text().splitlines()]
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
@@ -39,13 +31,6 @@ def environment_of(python: str) -> dict[str, str]:
     platform = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
     kind = {"implementation_name": "cpython", "platform_python_implementation": "CPython", "extra": ""}
     return {"python_version": python, "python_full_version": f"{python}.4", **platform, **kind}
-
-
-def needs_of(package: str, extras: Sequence[str] = ("",), **environment: str) -> list[Requirement]:
-    """What an installed package needs in an environment; nothing of one that is not installed."""
-    wanted = map(Requirement, (importlib.metadata.requires(package) or []) if is_installed(package) else [])
-    markers = [{**environment, "extra": extra} for extra in extras]
-    return [each for each in wanted if each.marker is None or any(map(each.marker.evaluate, markers))]
 
 
 def pins(name: str, python: str) -> dict[str, list[str]]:
@@ -76,54 +61,12 @@ def test_a_lock_has_one_version_of_every_package_within_the_declared_bounds(lock
         assert wanted.specifier.contains(version), f"{wanted} but {version}"
 
 
-def overrides() -> dict[str, Requirement]:
-    """Package -> its line of overrides.txt."""
-    return {canonical(wanted.name): wanted for wanted in requirements("requirements/overrides.txt")}
-
-
-def has_no_place(wanted: Requirement | None) -> bool:
-    """True of a package that an override keeps out of every environment."""
-    return wanted is not None and wanted.marker is not None and not wanted.marker.evaluate(environment_of("3.11"))
-
-
 def test_an_override_is_no_wider_than_the_bound_that_it_takes_the_place_of():
     """For the resolver it replaces those of requirements.txt too. torch and torchvision are given by `-c`."""
     asked = {canonical(wanted.name): wanted.specifier for wanted in requirements("requirements.txt")}
     for wanted in requirements("requirements/overrides.txt"):
         name = canonical(wanted.name)
         assert name in ("torch", "torchvision") or wanted.specifier == (asked.get(name) or wanted.specifier), name
-
-
-BESIDE = {
-    "tables": {"datasets", "dill", "multiprocess", "pyarrow"},
-    "loggers": None,
-    "browser": {"axe-playwright-python", "greenlet", "playwright"},
-    "prepare": {
-        *("albucore", "albumentations", "exifread-nocycle", "fire", "img2dataset", "msgpack", "opencv-python-headless"),
-        *("pyarrow", "ray", "simsimd", "stringzilla"),
-    },
-}
-"""What is installed beside the environment -> all packages of its lock; None: too many to name."""
-
-
-@pytest.mark.parametrize("python", VERSIONS)
-@pytest.mark.parametrize("lock", LOCKS[:2])
-@pytest.mark.parametrize("name", BESIDE)
-def test_what_is_beside_the_environment_needs_nothing_beyond_its_lock_and_that_of_a_set(name, lock, python):
-    """It is installed without looking at what it needs, into an environment that stays what its lock says."""
-    beside, of_set, environment = pins(f"requirements/{name}.lock", python), pins(lock, python), environment_of(python)
-    of_python = {"standard-imghdr"} if (name, python) == ("prepare", "3.13") else set()  # what later ones have lost
-    assert not beside.keys() & of_set.keys() and BESIDE[name] in (None, beside.keys() - of_python)
-    for asked in requirements(f"requirements/{name}.txt"):
-        if asked.marker is not None and not asked.marker.evaluate(environment):
-            continue
-        assert asked.specifier.contains(*beside[canonical(asked.name)])
-    for package in beside if name == "loggers" else [asked.name for asked in requirements(f"requirements/{name}.txt")]:
-        for wanted in needs_of(package, **environment):
-            instead = overrides().get(canonical(wanted.name), wanted)
-            if not has_no_place(instead):
-                [version] = {**of_set, **beside}[canonical(wanted.name)]
-                assert instead.specifier.contains(version, prereleases=True), f"{instead} but {version}"
 
 
 def test_every_upper_bound_has_its_reason():

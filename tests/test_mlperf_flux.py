@@ -55,10 +55,8 @@ def test_interval_and_target_are_those_that_the_checker_compares(ruleset):
 
 def test_each_network_has_its_benchmark_with_the_rulesets_of_the_checker():
     assert [find_benchmark(each.family, "mlperf") for each in BENCHMARKS] == [SD, FLUX]
-    assert find_benchmark("flux", "dev") is None and find_benchmark("sdxl", "mlperf") is None
-    logged = {"flux": "dev", "sd2": "stock", "shapes": "stock"}
-    assert [find_logged_benchmark(*names) for names in logged.items()] == [FLUX, SD, SD]
-    assert find_logged_benchmark("shapes", "flow") == FLUX
+    logged = {"flux": "dev", "sd2": "stock", "shapes": "flow"}
+    assert [find_logged_benchmark(*names) for names in logged.items()] == [FLUX, SD, FLUX]
     for each in BENCHMARKS:
         rules = RULES[each.name]
         own = (each.rulesets, each.train_samples, each.eval_samples, [*each.target])
@@ -251,10 +249,6 @@ def test_a_dataset_with_timesteps_is_measured_at_those_by_the_formulas_on_any_nu
     check_formulas(found, tiny_flux, stage, OWN)
     summed = measured_on_two_ranks(validator, monkeypatch)
     assert summed[torch.float64].mean().item() == found["val_loss"] and summed[torch.int64].tolist() == OWN
-    spread, plain = (
-        validator_on(folder, tiny_flux, 20, 4, times="thousandths").measure() for folder in (stage, stages["held_out"])
-    )
-    assert spread["val_loss"] == plain["val_loss"]  # has no use for them
 
 
 def test_a_timestep_that_is_no_eighth_is_named(stages, tiny_flux, tmp_path):
@@ -332,7 +326,6 @@ def test_the_checker_objects_to_the_log_of_a_tiny_run_for_its_loss_alone(ran, tm
     for ruleset in FLUX.rulesets:
         assert check(log, ruleset) == f"MLPerf's checker ({ruleset}) refuses its log: {text}"
         assert check(well, ruleset) is None
-        assert check(damaged(well, tmp_path, OPEN_LOSS), ruleset) is not None
     events = read_events(log)
     values = {event["key"]: event["value"] for event in events}
     expected = {"submission_benchmark": "flux1", "submission_division": "open", "train_samples": 48, "eval_samples": 20}
@@ -342,7 +335,6 @@ def test_the_checker_objects_to_the_log_of_a_tiny_run_for_its_loss_alone(ran, tm
     assert rates == [pytest.approx(1e-3 * 2 / 4), 1e-3]
     losses = [(e["value"], e["metadata"]["samples_count"]) for e in events if e["key"] == "eval_accuracy"]
     assert losses == [(line["val_loss"], line["images"]) for line in validations(ran / "aimed")]
-    assert events[-1]["key"] == "run_stop" and events[-1]["metadata"]["status"] == "success"
 
 
 def trained_well(log: Path, folder: Path) -> Path:
@@ -417,9 +409,6 @@ def test_a_report_counts_a_run_to_a_loss_without_scores_and_leaves_out_a_fixture
     log.write_text("".join(lines))
     assert problem() is None and read_run(tmp_path / "r").foreign_scores == []
     assert problem(0.5) == "its log says success, but none of its evaluations meets target.val_loss=0.5"
-    begun = next(number for number, line in enumerate(lines, 1) if '"run_start"' in line)
-    log.write_text("".join(lines[:begun]))
-    assert problem() == "its log has no evaluation: the run has come to none yet"
 
 
 # --- what is refused ---
@@ -433,5 +422,3 @@ def test_a_log_without_validation_or_target_is_refused(stages, tmp_path):
     first, second = problems_of(*words, *none)
     assert first.startswith("target.val_loss: given, but nothing is validated.")
     assert second.startswith("mlperf.enabled: true, but nothing is validated. Give the held-out stage")
-    lines = problems_of(*words_of(stages, tmp_path, "x"), "target.val_loss=1", "target.clip=0.1", "eval.when=after")
-    assert any(line.startswith("target.val_loss: given, but a score is a target too.") for line in lines)

@@ -26,7 +26,7 @@ from evaluation import scores
 from evaluation.scorer import TargetConfig
 from families.mlperf import SD, SD_RULESETS
 from preflight.config_checks import closed_data_problems
-from reports.mlperf import check, read_run
+from reports.mlperf import check
 from run_folder.mlperf_log import MADE_WITH, read_events
 
 pytestmark = pytest.mark.timeout(200, func_only=True)
@@ -102,12 +102,6 @@ def test_rank_0_alone_writes(tmp_path, monkeypatch):
     assert not (tmp_path / "mlperf.log").exists()
 
 
-def test_a_disk_that_is_full_stops_the_run(tmp_path):
-    (tmp_path / "mlperf.log").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"mlperf.log cannot be written: No space left on device. The run stops; make"):
-        Drive(tmp_path).log.log.event("seed", 1)
-
-
 class Running:
     """A clock that advances by a millisecond at each call."""
 
@@ -165,13 +159,6 @@ def test_a_log_that_ends_before_run_start_is_begun_anew(tmp_path):
     cut(tmp_path / "mlperf.log")
     drive.start()
     assert keys(tmp_path / "mlperf.log") == HEAD
-
-
-def test_a_new_log_of_a_resumed_run_says_that_it_did_not_begin_here(tmp_path):
-    Drive(tmp_path).start(512_000).train(1_024_000)
-    events = read_events(tmp_path / "mlperf.log")
-    assert [event["key"] for event in events] == [*HEAD, "restart", *BLOCK]
-    assert only(events, "restart")["metadata"]["samples_count"] == 512_000
 
 
 def test_a_line_that_is_no_event_is_named_and_nothing_after_it_is_lost(tmp_path):
@@ -436,8 +423,6 @@ def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(words
     made_with = [{key: e["metadata"][key] for key in MADE_WITH[1:]} for e in events if e["key"] == "eval_stop"]
     judges = {"inception": "shapes-reader", "clip_model": "shapes-CLIP", "eval_precision": "fp32"}
     assert made_with == 2 * [{"num_images": NUM_PROMPTS, **judges}]
-    reasons = [f"{NUM_PROMPTS} images a score", "scored by shapes-CLIP and shapes-reader"]
-    assert read_run(logged).foreign_scores == reasons
 
 
 @pytest.mark.slow
@@ -452,6 +437,4 @@ def test_a_run_that_is_scored_afterwards_is_closed_by_eval(words_of, tmp_path, c
     stop = only(events, "run_stop")
     assert stop["metadata"]["samples_count"] == 24 and stop["metadata"]["status"] == "success"
     assert stop["time_ms"] == round(1000 * read_checkpoint(snapshot)["unix_time"])
-    assert json.loads((folder / "summary.json").read_text())["target"] == "reached"
-    assert only(events[-5:-1], "eval_stop")["metadata"]["num_images"] == NUM_PROMPTS
     assert runs_backwards(log) == []

@@ -38,11 +38,6 @@ def test_what_is_missing_ends_a_command_with_one_line_and_the_librarys_version(m
     torch_version = f"torch {importlib.metadata.version('torch')}"
     for owner, names, said in (
         (torch, ("_foreach_lerp_", "_gone", "_lost"), f"{torch_version} has no _gone, _lost of torch (why)"),
-        (
-            "torch.utils.data.dataloader",
-            ("_BaseDataLoaderIter._old",),
-            f"{torch_version} has no _BaseDataLoaderIter._old",
-        ),
         ("threading", ("_gone",), "Python has no _gone of threading (why)"),
         ("torch.gone", ("_all",), f"{torch_version} has no _all of torch.gone (why)"),
     ):

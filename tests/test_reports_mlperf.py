@@ -18,7 +18,6 @@ from mlperf_fixture import Drive, closed, curves, header, passes, record, write_
 
 from reports import mlperf
 from reports.mlperf import olympic_mean
-from run_folder.environment import environment
 
 pytestmark = pytest.mark.timeout(120, func_only=True)
 
@@ -115,11 +114,6 @@ def test_the_record_of_a_machine_is_its_description(tmp_path):
     expected |= {"framework": "PyTorch 2.7.0", "other_software_stack": "CUDA 12.6"}
     expected |= {"operating_system": "Ubuntu 22.04.4 LTS, kernel 6.5.0", "sw_notes": "Easel, commit abc"}
     assert {field: value for field, value in system.items() if value} == expected
-    folder = make(tmp_path / "here", seed=0, number_of_nodes=1, accelerators_per_node=0)
-    (folder / "environment.json").write_text(json.dumps(environment()))
-    system = mlperf.system_of(mlperf.read_run(folder))
-    assert all(system[field] for field in ("host_processor_model_name", "host_memory_capacity", "operating_system"))
-    assert (system["accelerator_model_name"], system["accelerators_per_node"]) == ("none", "0")  # none is not unknown
 
 
 def test_a_second_report_leaves_nothing_of_the_first_but_fields_that_were_filled_in_by_hand(runs, tmp_path, capsys):
@@ -151,7 +145,6 @@ def test_two_failed_runs_or_too_few_runs_are_no_result(runs, tmp_path, capsys):
     failed = [make(tmp_path / f"r{n}", NEVER, seed=n) for n in (8, 9)]
     text = said(capsys, [*runs[:8], *failed], tmp_path / "out")
     assert "no result: 2 runs failed (r8, r9), the rules allow 1.\n" in text and "\nresult: " not in text
-    assert re.search(r"^r9 +9 +aborted +2048000 ", text, re.MULTILINE)
     text = said(capsys, runs[:4], tmp_path / "few")
     assert "olympic_mean_images=2560000\n" in text and "no result: 4 runs of 10.\n" in text
 
@@ -297,7 +290,6 @@ CANNOT_COUNT = {
     "5 images a score: no result of the closed division": value("eval_samples", 30000, 5),
     "trained on 6,000,000 samples: no result of the closed": value("train_samples", 6513144, 6000000),
     "mlperf.org: '..' cannot be a folder's name": value("submission_org", "Fixture", ".."),
-    "mlperf.ruleset: '3.1.0' is not known here. Possible: 4.0.0, 4.1.0, 5.0.0": edited("config.yaml", "5.0.0", "3.1.0"),
     "MLPerf's checker (5.0.0) refuses its log: CHECK for 'init_stop' failed in line 19 (failed test: ": (
         edited("mlperf.log", '"time_ms": 1700000000000', '"time_ms": 1690000000000')
     ),

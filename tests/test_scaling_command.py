@@ -147,18 +147,6 @@ def test_days_gpu_hours_and_money_come_from_the_speed_and_have_its_interval():
 # --- how a run exchanges ---
 
 
-def test_a_record_and_a_yaml_exchange_by_one_rule(run, tmp_path):
-    sharded = tmp_path / "sharded.yaml"
-    sharded.write_text(Path(run).read_text() + "sharding: full\ndevice_train_microbatch_size: 2\nprecision: fp32\n")
-    spec, _ = __main__.read_run(__main__.read_command([str(sharded)]))
-    record = devices.read_measured(a_record(tmp_path, "a", 8, sharding="full", precision="fp32"))
-    links = "nvlink4", "infiniband_ndr", 8
-    assert spec.step.exchange == record.step.exchange == devices.Exchange(4, 3.0, True)
-    assert spec.step.over(links).volume == record.step.over(links).volume == 3.0
-    plain = devices.read_measured(a_record(tmp_path, "b", 8))
-    assert plain.step.exchange == devices.Exchange(4, 2.0, False)
-
-
 def test_sharded_weights_are_exchanged_in_each_pass():
     """Two gathers in the step's type and a scattering in float32, 8 bytes in bf16; p passes are p steps of one."""
     assert devices.exchange_of("bf16", "full") == devices.Exchange(4, 2.0, True)

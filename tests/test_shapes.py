@@ -6,7 +6,6 @@ import io
 import json
 import random
 import resource
-import shutil
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -21,7 +20,7 @@ from evaluation.clip_score import load_clip
 from evaluation.fid import load_inception
 from evaluation.prompts import read_prompts
 from families import load_family
-from families.encoders import ModelConfig, build_encoders, default_weights, model_problems
+from families.encoders import build_encoders, default_weights
 from families.shapes.networks import END, NUM_TOKENS, PAD, START, UNKNOWN, VOCABULARY, WEIGHTS, Reader, tokenize
 from families.shapes.scenes import ATTRIBUTES, COLOURS, PARTS, WORDS, Scene, change_attribute, draw_scene, list_scenes
 from prepare import shapes
@@ -139,10 +138,6 @@ def test_a_disk_that_takes_no_more_is_a_message(tmp_path, capsys, name):
     said = f"OUT: {tmp_path / name} cannot be written: [Errno 27] File too large. Make room or give another folder, "
     assert capsys.readouterr().err.splitlines()[-1] == said + "then start it again."
     assert list(tmp_path.iterdir()) == []
-    assert shapes.main(words) == 0
-    if name.endswith(".tsv"):
-        assert shapes.main(words) == 2
-        assert capsys.readouterr().err == f"OUT: {tmp_path / name} exists. Give a new name, or remove it.\n"
 
 
 # --- tokens and family ---
@@ -160,16 +155,12 @@ def test_every_word_has_a_token_and_every_caption_fits_and_other_texts_are_padde
     assert tokens[2].tolist() == [START] + [red] * (NUM_TOKENS - 2) + [END]
 
 
-def test_the_projects_own_weights_are_the_default(tmp_path):
+def test_the_projects_own_weights_are_the_default():
     family, sd2 = load_family("shapes", "full", "stock"), load_family("sd2", "tiny", "stock")
     assert default_weights(family) == "shipped" and default_weights(sd2) == "random"
     shipped, none, random_ones = (build_encoders(family, name).fingerprints for name in ("shipped", None, "random"))
     assert shipped == none and not set(shipped.values()) & set(random_ones.values())
     assert build_encoders(family, str(family.shipped_weights)).fingerprints == shipped
-    assert model_problems(ModelConfig(family="shapes"), (32, 32), needs_encoders=True) == []
-    config = ModelConfig(family="sd2", preset="tiny", weights="shipped")
-    [problem] = model_problems(config, (64, 64), needs_encoders=True)
-    assert problem.text.startswith("model.weights: shipped, but the project has no weights of sd2. ")
 
 
 # --- its scoring networks ---
@@ -198,7 +189,7 @@ def test_shipped_encoders_read_and_rebuild_images_that_no_training_saw():
     assert (latents * vae.config.scaling_factor).std().item() == pytest.approx(1.0, abs=0.05)
 
 
-def test_the_scoring_networks_are_found_by_their_files_and_compute_what_the_networks_do(tmp_path):
+def test_the_scoring_networks_are_found_by_their_files_and_compute_what_the_networks_do():
     reader = load_inception(WEIGHTS / "reader/model.safetensors")
     pair = load_clip(WEIGHTS / "clip/model.safetensors")
     assert (reader.name, reader.resize, reader.num_features) == ("shapes-reader", "none", 64)
@@ -214,7 +205,3 @@ def test_the_scoring_networks_are_found_by_their_files_and_compute_what_the_netw
     for network in (reader, pair.encode_images):
         with pytest.raises(ValueError, match="^images: 64 x 32 px, but the miniature's scoring networks take 32 x 32"):
             network(torch.zeros(1, 3, 32, 64))
-    (tmp_path / "clip").mkdir()
-    file = shutil.copy(WEIGHTS / "clip/model.safetensors", tmp_path / "clip")
-    with pytest.raises(ValueError, match=f"^{tmp_path}/text_encoder/model.safetensors: there is no such file."):
-        load_clip(file)

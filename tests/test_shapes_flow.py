@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import test_families
 import torch
-from conftest import ROOT
 from test_families import without_zeros
-from test_validation import made
 
-import benchmark
-from eval import main as eval_main
-from evaluation.table import read_rows
 from families.packing import pack, unpack
 from families.pipeline_files import collect_networks
 from families.shapes.networks import END
 from model import LatentDiffusion
 
-YAML = ROOT / "yamls/shapes_flow.yaml"
 CAPTIONS = ["a large red square at the top left on a white background", "a red cat", ""]
 
 
@@ -64,25 +57,3 @@ def test_the_whole_caption_is_the_state_at_its_end_mark(tiny):
 def test_an_export_that_would_be_another_pipelines_is_refused(tiny):
     with pytest.raises(ValueError, match="^model.variant: flow of shapes is not exported: "):
         collect_networks(tiny.family, tiny.denoiser, tiny.frozen)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120, func_only=True)
-def test_the_recipe_shortened_runs_validates_and_draws_and_is_scored_afterwards(miniature, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    held_out = made(tmp_path / "held_out", "num_images=64", "part=reference") / "moments"
-    words = [f"data.remote={miniature.moments}", "data.local=null", "data.workers=0", "max_duration=24ba"]
-    words += [f"validation.remote={held_out}", "validation.local=null", "validation.every_images=384"]
-    words += [f"samples.prompts={miniature.prompts}", "samples.every_images=768", "eval.samples=4", "eval.steps=3"]
-    words += [f"run_folder={tmp_path}", "run_name=short", "loggers.progress_bar=false", "schedule.warmup_batches=2"]
-    words += [f"eval.prompts={miniature.prompts}", f"eval.statistics={miniature.statistics}"]
-    words += ["save.snapshot_every_images=768"]
-    assert benchmark.main([str(YAML), *words]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "short/metrics.jsonl").read_text().splitlines()]
-    losses = [line["val_loss"] for line in lines if line.get("validation")]
-    assert len(losses) == 2 and losses == sorted(losses, reverse=True), losses
-    assert len(list((tmp_path / "short/samples").glob("*.png"))) == 2
-    assert eval_main([str(tmp_path / "short")]) == 0
-    [row] = read_rows(tmp_path / "short/eval.csv")
-    assert (row["images"], row["guidance"], row["sampler"]) == (768, 2.0, "euler")
-    assert row["fid"] > 100 and -1 < row["clip"] < 0.5

@@ -36,12 +36,3 @@ def test_the_target_is_met_by_each_seed_and_from_images_and_never_by_what_has_le
         evaluations = record_of(rung)["evaluations"]
         assert evaluations and not any(meets(scores) for scores in evaluations)
         assert max(scores["clip"] for scores in evaluations) < 0.5
-
-
-def test_make_demo_met_it_with_three_seeds():
-    assert len({record_of(f"seed{seed}")["fid"] for seed in (17, 18, 19)}) == 3
-    for seed, name in {17: "shapes_cpu", 18: "shapes_cpu_seed18", 19: "shapes_cpu_seed19"}.items():
-        record = json.loads((ROOT / f"reports/results/{name}.json").read_text())
-        assert record["seed"] == record_of(f"seed{seed}")["seed"] == seed
-        assert record["target"] == "reached" and meets(record)
-        assert "+" not in record["commit"] and record["cpu_threads"] == 2

@@ -21,7 +21,7 @@ from conftest import ROOT, TINY_RUN, started
 
 import sweep as command
 from common.command_line import parse_command_line
-from common.errors import ConfigError, Refused
+from common.errors import ConfigError
 from run_folder import processes
 from sweeps import plan, running, table
 from sweeps.running import STALE, SweepState
@@ -87,11 +87,8 @@ def test_the_command_line_gives_an_axis_other_values_and_each_run_other_keys(tmp
     [
         ("matrix: {seed: []}\n", "matrix: seed has no value. Give a list of values, or take it out."),
         ("matrix: {seed: [1]}\npoints: [{seed: 2}]\n", "seed is in matrix and in points"),
-        ("matrix: {run_name: [a, b]}\n", "run_name is given, but each run of a sweep has its own"),
         ("matrix: {seed: [1, 2, 3], image_size: [8, 16]}\nmax_runs: 5\n", "6 runs. Possible: max_runs=5 at most"),
         ("limit_sec: 5\n", "neither matrix nor points"),
-        ("points: {seed: 1}\n", "points is {'seed': 1}. Possible: a list of mappings"),
-        ("matrix: {seed: [1], seed: [2]}\n", "cannot be read as YAML: line 2, column 21"),
         ("matrix: {seed: [1]}\nmax_run: 3\n", "unknown key 'max_run'. Did you mean 'max_runs'?"),
     ],
 )
@@ -106,10 +103,8 @@ def test_an_impossible_command_line_is_refused(tmp_path, monkeypatch, capsys):
     path = str(written(tmp_path, "points: [{seed: 1}, {seed: 2}]\n"))
     for words, message in (
         (["seed=1"], "command line: no sweep given. Known: yamls/sweeps/flux_compile_microbatch"),
-        (["nowhere.yaml"], "nowhere.yaml: no such file. Known: yamls/sweeps/"),
         ([path, "only=status:bad"], "only: 'status:bad' is not known. Possible: status:error, status:ok,"),
         ([path, "seed=3"], f"command line: seed varies in points of {path}. Change the file."),
-        ([path, "--print_config"], "command line: --print_config is for benchmark.py. Say dry_run=true"),
     ):
         assert command.main(words) == 2
         assert capsys.readouterr().err.startswith(message)
@@ -277,13 +272,11 @@ def test_however_a_run_ends_it_is_a_row_and_the_others_continue(tmp_path, folder
     assert messages["seed-2"] == "it was ended after 3 s (limit_sec)" and messages["seed-4"] == "seed: no"
     assert "can't allocate memory" in messages["seed-3"] and messages["seed-5"] == "ended from outside by SIGTERM"
     ok = found["seed-6"]
-    assert list(ok)[:3] == ["seed", "run", "status"] and list(ok)[-3:] == ["message", "identity", "commit"]
     expected = {"images_per_sec_per_device": "10.0", "images_per_sec_per_device_min": "9.0", "windows": "8"}
     expected |= {"step_ms": "400.0", "loss": "0.125", "mfu": ""}
     assert {name: ok[name] for name in expected} == expected
     assert float(ok["loss_tail"]) == pytest.approx((1 / 7 + 1 / 8) / 2, rel=1e-5)
     printed = capsys.readouterr().out
-    assert "5 of 6 done; seed-5: killed after" in printed
     assert "6 runs: 1 failed, 1 timeout, 1 out_of_memory, 1 refused, 1 killed, 1 ok." in printed
     record = json.loads((folder / "record.json").read_text())
     assert (record["axes"], record["of_points"], record["sweep"]) == (["seed"], [], "small")
@@ -354,13 +347,10 @@ def test_a_run_that_does_not_fit_by_the_plan_is_not_started(folder, stand_in):
     assert [*rows(folder).values()][1]["message"].startswith("80000000 images a pass need about ")
 
 
-def test_a_second_call_during_the_first_is_refused(tmp_path, folder, stand_in, capsys):
+def test_a_second_call_during_the_first_is_refused(folder, stand_in, capsys):
     with running.lock_folder(folder):
         assert stand_in(TWO_SEEDS, {}) == 2
     assert f"runs: another sweep.py is at {folder}." in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    with pytest.raises(Refused, match="cannot be written"), running.lock_folder(tmp_path / "file/x"):
-        pass
 
 
 def test_uncommitted_code_reuses_no_row(folder, stand_in, capsys, monkeypatch):
@@ -399,12 +389,6 @@ def test_no_text_of_a_cell_is_a_formula_and_numbers_stay():
         [cells] = csv.DictReader(io.StringIO(table.as_csv([row], ["a"])))
         assert cells["a"].startswith("'") and cells["a"].endswith(text.strip())
         assert cells["message"] == "two lines" and cells["loss"] == "-1.5"
-
-
-def test_a_signal_is_known_by_each_kind_of_exit_code():
-    for code, name in ((-9, "SIGKILL"), (137, "SIGKILL"), (247, "SIGKILL"), (143, "SIGTERM"), (245, "SIGSEGV")):
-        assert processes.signal_of(code).name == name
-        assert processes.status_of(code, "") == ("failed" if name == "SIGSEGV" else "killed")
 
 
 # --- whole sweeps ---
