@@ -1,4 +1,4 @@
-"""Files of a run's folder, and of the reports' command lines, that are pipes, devices or too long: said, never waited for."""
+"""Files of a run's folder that are pipes, devices or too long: said, never waited for."""
 
 from __future__ import annotations
 

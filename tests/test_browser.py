@@ -105,6 +105,25 @@ def test_short_the_slider_moves_by_keys_and_by_mouse_and_shows_another_image(chr
         assert opened.wrong == []
 
 
+def violations(tab: Any) -> list[str]:
+    """What axe-core finds, everything that is folded away unfolded."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    tab.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    found = Axe().run(tab).response["violations"]
+    return [f"{one['id']}: {node['html'][:200]}" for one in found for node in one["nodes"]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_core_finds_nothing_wrong(chromium, pages, name, scheme):
+    with Opened(chromium, pages[name], color_scheme=scheme, bypass_csp=True) as opened:
+        assert violations(opened.tab) == []
+        if (name, scheme) == ("one", "light"):  # it would see a fault
+            opened.tab.evaluate("document.querySelector('h1').style.color = '#ddd'")
+            assert [text.partition(":")[0] for text in violations(opened.tab)] == ["color-contrast"]
+
+
 # --- the table of all runs ---
 
 

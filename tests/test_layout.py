@@ -1,4 +1,4 @@
-"""The map: who may import whom, names that would hide a library, one ComposerModel, sizes of files and functions."""
+"""The map: who may import whom, names that would hide a library, sizes of files and functions."""
 
 from __future__ import annotations
 

@@ -69,13 +69,6 @@ def test_an_override_is_no_wider_than_the_bound_that_it_takes_the_place_of():
         assert name in ("torch", "torchvision") or wanted.specifier == (asked.get(name) or wanted.specifier), name
 
 
-def test_every_upper_bound_has_its_reason():
-    for name in ("requirements.txt", "requirements/dev.txt"):
-        lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
-        bounded = [line for line in lines if re.search(r"[<=]=?\d|==", line.split("#")[0])]
-        assert bounded and [line for line in bounded if " # " not in line] == []
-
-
 def test_the_environment_is_the_lock():
     """The environment of the tests, so that their results are about the locked versions of a set."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"

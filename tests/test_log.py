@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 
 import pytest
-from conftest import ROOT
 from test_layout import module_of, sources
 
 from common.log import EVERY_RANK, log
@@ -29,17 +27,6 @@ def test_the_libraries_loggers_do_not_say_it_again(capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
     log.info("once")
     assert capsys.readouterr().err == "once\n"
-
-
-def test_nothing_but_the_log_writes_on_stderr():
-    found = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
-        if any(keyword.arg == "file" for keyword in node.keywords)
-    ]
-    assert found == []
 
 
 def test_the_commands_are_all_there():

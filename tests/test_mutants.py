@@ -1,4 +1,4 @@
-"""The table of mutants fits the code: every fault can be made, and its outcome is reported correctly."""
+"""The table of mutants fits the code: every fault can be made."""
 
 from __future__ import annotations
 

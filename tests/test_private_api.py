@@ -1,4 +1,4 @@
-"""common/private_api.py: what this code uses of libraries' insides is declared, and what a new release lacks is one line."""
+"""common/private_api.py: what a new release of a library lacks is one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md and docs/: every command is understood, every link works, every figure is in a record, no sentence is long.
+"""README.md and docs/: every command is understood, every link works, figures are those of records.
 
 How each command of a page is checked stands in the name of its case:
 

@@ -1,4 +1,4 @@
-"""The miniature as a rectified flow: against diffusers' own pipeline and formulas, its training, and its target's records."""
+"""The miniature as a rectified flow: against diffusers' own pipeline and formulas."""
 
 from __future__ import annotations
 
