@@ -124,7 +124,7 @@ test-quick: $(STAMP)  ## the tests of the layout, the configuration, the locks a
 test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
 	$(call both_halves,not slow and not long and not gpu)
 
-test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's commands, two faults of a store
+test-slow: $(STAMP)  ## what CI runs too: a case of each kind of whole run, several processes, a fault of a store
 	$(call both_halves,slow and not long and not gpu and not cluster)
 	$(MAKE) --no-print-directory test-8bit
 	$(MAKE) --no-print-directory test-tables
@@ -134,7 +134,7 @@ test-slow: $(STAMP)  ## the rest: whole runs, several processes, the README's co
 	$(MAKE) --no-print-directory test-browser ONLY=short
 	$(MAKE) --no-print-directory test-clouds
 
-test-long: $(STAMP)  ## what CI leaves out: compiled networks and sharding on two machines (half an hour)
+test-long: $(STAMP)  ## the further cases of whole runs, which CI leaves out (an hour)
 	$(call both_halves,long)
 
 # Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.5 s of every start.

@@ -52,7 +52,7 @@ def test_all_loaders_of_moments_deliver_the_same_samples(tmp_path):
 # --- the commands ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300, func_only=True)
 def test_the_records_have_every_part_and_their_ratios_are_those_of_their_rounds(tmp_path, capsys):
     results, work = tmp_path / "new" / "data.json", tmp_path / "work"

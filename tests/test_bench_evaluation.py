@@ -12,7 +12,7 @@ from bench import evaluation
 WORDS = [*[word for word in TINY_RUN if not word.startswith("max_duration")], "eval.num_prompts=4", "eval.steps=2"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120, func_only=True)
 def test_a_rung_is_scored_three_times_after_a_first(tmp_path):
     """In a process of its own: in this one the group of ranks would stand for all tests that come later."""

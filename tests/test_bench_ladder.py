@@ -125,7 +125,7 @@ def test_records_of_uncommitted_code_are_compared_within_one_call_alone():
         assert ladder.with_ratios(steps, {"a": first, "b": second})[1]["over_before"] == ratio
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path, monkeypatch, capsys):
     """The code of `make gpu-ladder` with two rungs of its CPU form and fewer batches: one is refused, none is run twice.
 

@@ -12,7 +12,7 @@ from run_folder.files import read_config
 pytestmark = pytest.mark.timeout(60, func_only=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300, func_only=True)
 def test_the_number_of_nodes_that_a_run_began_on_stays_its_order_of_samples(miniature, tmp_path, capsys):
     def words(name: str, *more: str) -> list[str]:

@@ -108,7 +108,7 @@ def test_a_run_on_an_empty_disk_resumes_from_the_store_to_the_last_bit(
 # --- a folder and a store that differ ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_folder_that_is_older_than_the_store_is_updated_and_its_old_record_is_kept(words_of, whole, tmp_path, capsys):
     assert main(*words_of(tmp_path, "a", "max_duration=3ba")) == 0
     shutil.copytree(tmp_path / "a", tmp_path / "old" / "a")
@@ -122,7 +122,7 @@ def test_a_folder_that_is_older_than_the_store_is_updated_and_its_old_record_is_
     assert [line["batch"] for line in read_lines(tmp_path / "old" / "a" / "starts.jsonl")] == [0, 3, 6]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_runs_of_one_name_are_refused(words_of, bucket, tmp_path, capsys):
     address, _ = bucket
     assert main(*words_of(tmp_path, "a", "max_duration=3ba")) == 0

@@ -113,6 +113,7 @@ def test_a_healthy_run_has_no_error_and_no_file_is_left(examine, tmp_path):
     assert code == 0 and found["store"] == [(OK, "none: data.synthetic=true")]
 
 
+@pytest.mark.long
 def test_a_command_line_that_cannot_be_read_is_another_exit_code(healthy, capsys):
     assert main([*healthy, "optimiser.lr=1", "seed=many"]) == 2
     told = capsys.readouterr()
@@ -165,6 +166,7 @@ def versions(monkeypatch) -> dict[str, str | None]:
     return changed
 
 
+@pytest.mark.long
 def test_a_package_outside_of_its_bounds_is_found_with_the_reason_of_the_bound(only_error, examine, versions):
     versions["filelock"] = "3.20.0"
     assert only_error("versions").startswith("filelock 3.20.0 is not filelock<5,>=4: 3.x hangs where 4.x raises ")
@@ -184,6 +186,7 @@ def gpus(monkeypatch, num: int, used: int = 0) -> None:
     monkeypatch.setattr(checks.torch, "ones", lambda *shape, device: checks.torch.zeros(*shape))
 
 
+@pytest.mark.long
 def test_gpus_that_idle_or_are_busy_are_a_warning_and_one_that_does_not_compute_an_error(monkeypatch):
     def first(ranks: int) -> tuple[str, str]:
         found = next(checks.check_devices(ranks))
@@ -204,6 +207,7 @@ def test_gpus_that_idle_or_are_busy_are_a_warning_and_one_that_does_not_compute_
     assert text.endswith(f"torch {torch.__version__} has code for sm_90. Check nvidia-smi.")
 
 
+@pytest.mark.long
 def test_a_small_shared_memory_is_found_with_what_the_batches_need(only_error, monkeypatch, tmp_path):
     real = os.statvfs
     small = SimpleNamespace(f_frsize=4096, f_blocks=16384, f_bavail=100, f_files=0, f_favail=0)
@@ -212,6 +216,7 @@ def test_a_small_shared_memory_is_found_with_what_the_batches_need(only_error, m
     assert only_error("/dev/shm").startswith(text)
 
 
+@pytest.mark.long
 def test_too_little_memory_of_device_or_host_is_found(only_error, examine, monkeypatch):
     monkeypatch.setattr(checks, "read_host_bytes", lambda: (GIB / 2, GIB / 4))
     text = "about 0.6 GiB besides the step (2 workers 0.6); this machine has 0.5, 0.2 of it free now. Lower data.workers, or"
@@ -224,6 +229,7 @@ def test_too_little_memory_of_device_or_host_is_found(only_error, examine, monke
     assert text.startswith("8 images a pass need about 0.0 GiB") and "Ways out: gradient_checkpointing=1, " in text
 
 
+@pytest.mark.long
 def test_the_limit_of_a_container_counts_as_the_machines_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     whole = host_memory.read_host_bytes()[0]
@@ -245,6 +251,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.long
 def test_a_dataset_without_a_shard_or_of_another_run_is_found(only_error, examine, tmp_path):
     write_metadata(tmp_path / "stage", "images", {"family": "sd2", "image_size": [32, 32]})
     text = f"image_size: [64, 64], but the images at {tmp_path}/stage were made for [32"
@@ -277,6 +284,7 @@ def store_error(only_error, bucket):
     return run
 
 
+@pytest.mark.long
 def test_a_missing_object_bucket_or_prefix_is_named(examine, store_error, bucket):
     code, found = examine(f"data.remote={bucket[0]}")
     assert code == 0 and found["store"][0][1].startswith("s3://easel/doctor: images, 48 samples in ")
@@ -288,6 +296,7 @@ def test_a_missing_object_bucket_or_prefix_is_named(examine, store_error, bucket
         assert text in store_error(address)
 
 
+@pytest.mark.long
 def test_an_unreachable_store_is_reported_with_the_reason(store_error, bucket, monkeypatch):
     tls = bucket[1].replace("http:", "https:")
     for endpoint, text in (
@@ -298,6 +307,7 @@ def test_an_unreachable_store_is_reported_with_the_reason(store_error, bucket, m
         assert store_error().startswith(text)
 
 
+@pytest.mark.long
 def test_wrong_missing_and_insufficient_credentials_are_distinguished(store_error, monkeypatch, tmp_path):
     for code, text in (
         ("InvalidAccessKeyId", "does not know the access key (InvalidAccessKeyId). Check AWS_ACC"),
@@ -317,6 +327,7 @@ def test_wrong_missing_and_insufficient_credentials_are_distinguished(store_erro
 # --- the run ---
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("traced_cost")
 def test_a_disk_without_room_for_checkpoints_snapshots_and_shards_together_is_found(only_error, examine, monkeypatch):
     usage = shutil.disk_usage("/")
@@ -352,6 +363,7 @@ def test_an_earlier_start_is_reported_with_what_is_wrong_with_it(only_error, exa
 # --- the command itself ---
 
 
+@pytest.mark.long
 def test_a_check_that_breaks_is_an_error_and_the_others_are_made(only_error, monkeypatch):
     def broken():
         raise KeyError("x")
@@ -360,6 +372,7 @@ def test_a_check_that_breaks_is_an_error_and_the_others_are_made(only_error, mon
     assert only_error("variables") == "the check itself failed: KeyError: 'x'. Report it, with this command line."
 
 
+@pytest.mark.long
 def test_a_start_makes_the_checks_of_the_list_that_are_marked(healthy, monkeypatch):
     """The same text, with its key or its check before it."""
     monkeypatch.setattr(memory, "available_gib", lambda: (0.01, "this machine (free now)"))

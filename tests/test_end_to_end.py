@@ -38,6 +38,7 @@ def test_a_run_streams_from_an_object_store_and_learns_what_a_run_from_the_folde
     assert done.returncode == 2 and problem in done.stderr, done.stderr
 
 
+@pytest.mark.long
 def test_tensorboard_and_the_log_show_the_losses_of_the_record(tmp_path):
     """No other logger is forced. The launcher and the programs start cold."""
     words = ["--use_synth_data", "loggers.tensorboard.log_dir=null", f"run_folder={tmp_path}", "run_name=logged"]

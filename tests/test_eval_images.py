@@ -143,7 +143,7 @@ def all_six(trained, tmp_path_factory) -> dict:
     return drawn(folder / "six")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_caption_has_the_same_image_as_in_the_grid_of_its_run_and_whatever_is_drawn_beside_it(
     trained, all_six, tmp_path
 ):
@@ -174,7 +174,7 @@ def test_two_ranks_draw_the_same_images_as_one(trained, all_six, tmp_path):
     assert "images=6 drawn=6" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_existing_images_are_not_drawn_again_or_overwritten(trained, tmp_path, capsys):
     words = [str(trained), f"images={tmp_path}/out", captions(0, 1, 2)]
     assert eval_command.main(words) == 0
@@ -193,7 +193,7 @@ def times_of(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("0*.png")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_command_resumes(trained, tmp_path):
     words, out = [str(trained), f"images={tmp_path}/out", f"prompts={trained.parent}/captions.txt"], tmp_path / "out"
     words += ["eval.steps=60", "eval.batch_size=1"]
@@ -211,7 +211,7 @@ def test_a_stopped_command_resumes(trained, tmp_path):
     assert len(after) == 6 and there.items() <= after.items()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_weights_are_those_that_were_asked_for(trained, tmp_path, capsys):
     snapshots = sorted((trained / "checkpoints").glob("weights-*.pt"))
     ways = {"ema": [trained], "training": [trained, "eval.weights=training"]}
@@ -227,7 +227,7 @@ def test_the_weights_are_those_that_were_asked_for(trained, tmp_path, capsys):
     assert told["text_fingerprint"] and len(told["denoiser_fingerprint"]) == 32
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_cannot_be_drawn_is_refused_before_anything_is_built(trained, tmp_path, capsys):
     snapshot = next((trained / "checkpoints").glob("weights-*.pt"))
     lost = shutil.copy(snapshot, tmp_path / snapshot.name)

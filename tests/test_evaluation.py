@@ -80,6 +80,7 @@ def figures(row: dict) -> tuple:
     return tuple(row[key] for key in ("images", "batch", "weights", "fid", "clip", "num_images", "partial"))
 
 
+@pytest.mark.long
 def test_points_are_whole_batches_and_evaluation_is_no_training_time(miniature, watched):
     first, second = evaluations(watched)
     assert [(e["batch"], e["images"], e["weights"]) for e in (first, second)] == [(3, 24, "ema"), (6, 48, "ema")]
@@ -101,6 +102,7 @@ def test_points_are_whole_batches_and_evaluation_is_no_training_time(miniature, 
     assert read_config(watched)["eval.batch_size"] == 16 and "batch_size: null" in (watched / "config.yaml").read_text()
 
 
+@pytest.mark.long
 def test_evaluation_changes_nothing_in_training(words_of, watched, tmp_path):
     assert benchmark.main(words_of(tmp_path, "alone")) == 0
     assert same_training(newest(tmp_path, "alone"), newest(watched.parent, "watched"))
@@ -120,6 +122,7 @@ def test_afterwards_gives_the_same_figures_to_the_last_digit(words_of, watched, 
     assert [(figures(row), row["seconds"]) for row in again] == [(figures(line), line["seconds"]) for line in expected]
 
 
+@pytest.mark.long
 def test_two_ranks_are_evaluated_in_training_and_stop_at_their_target_together(words_of, tmp_path):
     done = run(
         "composer", "-n", "2", "benchmark.py", *words_of(tmp_path, "two", "eval.when=in_training", "target.clip=-1")
@@ -163,6 +166,7 @@ def test_a_run_stops_at_its_target_and_a_restart_reports_it(words_of, watched, t
     assert same_training(newest(tmp_path, "aimed"), newest(watched.parent, "watched"))
 
 
+@pytest.mark.long
 def test_the_first_snapshot_that_passes_decides_and_a_partial_score_never_does(watched, tmp_path, capsys):
     folder = shutil.copytree(watched, tmp_path / "run")
     fids = {line["fid"]: line["images"] for line in evaluations(watched)}
@@ -184,6 +188,7 @@ def test_the_first_snapshot_that_passes_decides_and_a_partial_score_never_does(w
     assert result("target.fid=1e9", "eval.num_prompts=4", f"out={tmp_path}/partial")["target"] == "missed"
 
 
+@pytest.mark.long
 def test_a_folder_of_images_is_scored_like_the_metrics_alone(miniature, tmp_path):
     """Images of other scenes than the prompts', under the prompts' numbers."""
     numbers = [int(line.split("\t")[0]) for line in miniature.prompts.read_text().splitlines()[1:]]
@@ -203,6 +208,7 @@ def test_a_folder_of_images_is_scored_like_the_metrics_alone(miniature, tmp_path
     assert row["clip"] == pytest.approx(float(cosines.compute()), rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_snapshot_that_is_truncated_or_trained_with_other_encoders_is_refused(watched, tmp_path, capsys):
     shutil.copytree(watched, tmp_path / "run")
     path = list_checkpoints(tmp_path / "run" / "checkpoints", WEIGHTS)[-1]
@@ -215,6 +221,7 @@ def test_a_snapshot_that_is_truncated_or_trained_with_other_encoders_is_refused(
     assert "was trained with" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_finished_run_says_whether_another_target_is_met_and_is_not_trained_again(
     words_of, watched, tmp_path, capsys
 ):
@@ -235,6 +242,7 @@ def test_a_finished_run_says_whether_another_target_is_met_and_is_not_trained_ag
     assert (folder / "metrics.jsonl").read_bytes() == (watched / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.long
 def test_scores_of_another_resize_precision_or_prediction_are_not_taken_for_the_same(
     miniature, watched, tmp_path, capsys
 ):
@@ -254,6 +262,7 @@ def test_scores_of_another_resize_precision_or_prediction_are_not_taken_for_the_
     assert last["clip"] == float(np.float16(last["clip"])) == pytest.approx(first["clip"], abs=2e-3)
 
 
+@pytest.mark.long
 def test_an_evaluation_that_a_kill_at_the_end_prevented_is_made_and_logged(words_of, watched, tmp_path, monkeypatch):
     folder, logged = shutil.copytree(watched, tmp_path / "watched"), InMemoryLogger()
     (folder / "summary.json").unlink()
@@ -272,6 +281,7 @@ def summary_of(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text())
 
 
+@pytest.mark.long
 def test_a_trial_decides_nothing_and_the_runs_own_settings_do(words_of, tmp_path, capsys):
     words, folder = words_of(tmp_path, "after", "eval.when=after", "target.clip=0.9"), tmp_path / "after"
     assert benchmark.main(words) == 0 and summary_of(folder)["target"] == "pending"

@@ -155,7 +155,7 @@ def test_weights_stored_in_half_precision_are_rounded_and_nothing_else(run, fold
 # --- back again ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_begins_with_an_export_and_an_evaluation_scores_it_as_the_run(miniature, tmp_path, capsys):
     snapshot = "save.snapshot_every_images=16"
     assert benchmark.main(miniature.small(tmp_path, "a", snapshot, "max_duration=2ba", "optimizer.lr=1e-2")) == 0

@@ -280,7 +280,7 @@ def test_a_run_from_images_has_finite_losses_and_ema_weights_and_resumes_bit_for
     resume_from_second_batch(words, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(200, func_only=True)
 @pytest.mark.parametrize(("name", "variant"), TRAINED_ON_VIDEO)
 def test_a_run_on_videos_resumes_bit_for_bit(name, variant, tmp_path, capsys):

@@ -282,7 +282,7 @@ def test_each_resize_is_what_it_says(extractor, monkeypatch):
     torch.testing.assert_close(seen[1], by_pil, rtol=0.0, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120, func_only=True)
 def test_the_published_file_is_loaded_and_known_by_its_sha1(tmp_path, extractor, monkeypatch):
     path, state = tmp_path / "pt_inception.pth", full_state()

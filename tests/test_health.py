@@ -29,6 +29,7 @@ def test_a_rank_that_is_stopped_ends_the_run_and_is_named(tmp_path):
     assert "training/health.py" in (tmp_path / "a" / "stacks" / "rank00000.txt").read_text()
 
 
+@pytest.mark.long
 def test_weights_that_differ_stop_the_run_before_they_are_saved(tmp_path):
     words = words_of(tmp_path, "a", "health.digest_every_batches=3", "save.every_images=16", "save.keep=9")
     with machines([SICK, "flip", "1", "5", *words], [SICK, "flip", "1", "5", *words]) as ranks:
@@ -41,6 +42,7 @@ def test_weights_that_differ_stop_the_run_before_they_are_saved(tmp_path):
     assert [line["batch"] for line in lines_of(tmp_path / "a")] == [1, 2, 3, 4, 5], "no line of batch 6"
 
 
+@pytest.mark.long
 def test_all_that_looks_after_a_run_leaves_its_weights_as_they_are_and_names_the_slow_rank(tmp_path):
     """Bit for bit those of a run without any of it."""
     plain = words_of(tmp_path, "plain", "max_duration=8ba", "health.stall_sec=null", "save.every_images=64")
@@ -60,6 +62,7 @@ def test_all_that_looks_after_a_run_leaves_its_weights_as_they_are_and_names_the
     assert summary["slowest_rank_over_median"] > 1
 
 
+@pytest.mark.long
 def test_machines_that_were_given_other_words_are_refused_alike(tmp_path):
     words = words_of(tmp_path, "a")
     with machines([PROGRAM, *words, "optimizer.lr=1e-4"], [PROGRAM, *words, "optimizer.lr=3e-4"]) as ranks:

@@ -352,7 +352,7 @@ def test_moments_are_made_with_weights_by_name(hub, commit, stage, tmp_path):
     assert facts["encoders"] == build_encoders(TINY, f"{REPO}@{commit}").fingerprints
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180, func_only=True)
 def test_of_two_ranks_one_fetches_and_both_hear_of_a_failure(published_folder, stage, tmp_path):
     with serving() as server:

@@ -57,6 +57,7 @@ def test_ctrl_c_saves_the_last_batch_on_all_ranks(words, tmp_path):
     assert (tmp_path / "a" / "page.html").is_file()
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_ends_every_process_at_once(words, tmp_path):
     """Rank 0 would wait for rank 1, which is stopped: the main thread of rank 0 is in C++ code, in a collective."""
     command = ["composer", "-n", "2", "benchmark.py", *words("a", "max_duration=5000ba")]
@@ -91,6 +92,7 @@ start(lambda argv: list(LocalEngine(lambda: make, 2).run([1, 2, 3])) and 0)
 """
 
 
+@pytest.mark.long
 def test_workers_of_a_command_end_with_it_and_print_nothing(tmp_path):
     with started(sys.executable, "-c", PARTS, str(tmp_path), output=subprocess.PIPE) as process:
         until(process, lambda: len(list(tmp_path.iterdir())) == 2)
@@ -98,6 +100,7 @@ def test_workers_of_a_command_end_with_it_and_print_nothing(tmp_path):
     assert (process.returncode, message) == (130, "Interrupted. The same command starts it again.\n")
 
 
+@pytest.mark.long
 def test_all_ranks_save_by_the_clock_of_rank_0(words, tmp_path):
     done = run("composer", "-n", "2", "benchmark.py", *words("a", "save.every_min=0.000001", "save.keep=9"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -128,7 +128,7 @@ def test_a_damaged_file_is_refused_where_pil_refuses_it(progressive):
     assert counts["refused"] > 15 and counts["equal"] > 50 and counts["other"] <= 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("damage", [None, b"\xff\xc4\x00\x05", b"\xff\xd8", b"\xff\xfe\xff\xff"], ids=str)
 def test_broken_files_leave_no_memory(damage):
     """A file that is cut, or has another marker in its coded data, is not given to torchvision: 0.25 would keep its picture.

@@ -58,6 +58,7 @@ def pixels(path: Path) -> np.ndarray:
 # --- facts ---
 
 
+@pytest.mark.long
 def test_facts_of_images_are_those_of_the_files_and_the_samples(stage, tmp_path, capsys, monkeypatch):
     before = tree(stage)
     monkeypatch.chdir(tmp_path)
@@ -81,6 +82,7 @@ def shards_of(stage: Path) -> list[dict]:
     return json.loads((stage / "index.json").read_text())["shards"]
 
 
+@pytest.mark.long
 def test_facts_of_moments_are_those_of_their_values(encoded, tmp_path, capsys):
     facts = looked(capsys, encoded, tmp_path / "a.png")
     stored = np.stack([row["moments"] for row in rows(encoded)]).astype(np.float64)  # (48, 8, 8, 8)
@@ -100,6 +102,7 @@ def test_facts_of_moments_are_those_of_their_values(encoded, tmp_path, capsys):
 # --- which samples ---
 
 
+@pytest.mark.long
 def test_samples_are_spread_over_eight_shards_and_more_only_where_these_hold_too_few():
     sizes = [100, 120, 80] * 20
     few, many = (look.choose_rows(sizes, num, seed=0) for num in (50, 2000))
@@ -129,6 +132,7 @@ def test_moments_are_decoded_from_their_mean_by_the_vae_in_the_range_of_their_im
                 assert shown.shape == (64, 64, 3) and np.abs(shown - expected).max() <= 1  # rounding at a half
 
 
+@pytest.mark.long
 def test_the_vae_that_decodes_moments_is_compared_with_the_one_that_made_them(encoded, tmp_path, capsys):
     other = shutil.copytree(encoded, tmp_path / "other")
     facts = json.loads((other / "dataset.json").read_text())
@@ -161,6 +165,7 @@ def test_damaged_shards_are_named_and_the_others_are_read(stage, tmp_path, capsy
 # --- keys, and what is refused ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -178,7 +178,7 @@ def saved(name: str, folder: Path) -> tuple[dict, list[torch.Tensor]]:
     return case | {"captions": captions, "call": model.family.pipeline_call(size, guidance)}, [*images, drawn()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plain_diffusers_loads_base_and_adapter_and_draws_our_images(tmp_path):
     import peft
 

@@ -81,6 +81,7 @@ def said_in_refusal(command, capsys, *words: object) -> str:
     return capsys.readouterr().err.rstrip("\n")
 
 
+@pytest.mark.long
 def test_a_merged_export_is_base_plus_product_and_an_adapter_is_written_alone(tuned, tmp_path, capsys):
     base, folder = tuned
     merged, file, kohya_file = (tmp_path / name for name in ("merged", "adapter.safetensors", "kohya.safetensors"))
@@ -110,6 +111,7 @@ def test_a_merged_export_is_base_plus_product_and_an_adapter_is_written_alone(tu
     assert np.abs(drawn[0] - drawn[1]).max() <= 1 and drawn[0].std() > 10
 
 
+@pytest.mark.long
 def test_a_run_resumes_only_with_its_rank_and_its_base(tuned, tmp_path, capsys):
     base, folder = tuned
     text = said_in_refusal(benchmark, capsys, folder / "config.yaml", "lora.rank=2")
@@ -126,6 +128,7 @@ def test_a_run_resumes_only_with_its_rank_and_its_base(tuned, tmp_path, capsys):
     assert "was trained on" in text and "Give that base, or another run." in text
 
 
+@pytest.mark.long
 def test_an_adapter_cannot_initialize_a_network_and_other_runs_have_none(tuned, tmp_path, capsys):
     base, folder = tuned
     file, snapshot = tmp_path / "adapter.safetensors", list_checkpoints(folder / "checkpoints", WEIGHTS)[0]
@@ -141,6 +144,7 @@ def test_an_adapter_cannot_initialize_a_network_and_other_runs_have_none(tuned, 
         assert text in said_in_refusal(command, capsys, *arguments)
 
 
+@pytest.mark.long
 def test_an_adapter_is_uploaded_under_diffusers_name_with_a_card(tuned, hub: Hub, tmp_path, monkeypatch, capsys):
     from huggingface_hub import constants
 
@@ -169,6 +173,7 @@ KINDS = ("finetune", "dreambooth")
 OF_FINE_TUNING = sorted(path.name for kind in KINDS for path in (ROOT / "yamls").glob(f"{kind}*.yaml"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in OF_FINE_TUNING if "sd2" not in name])
 def test_a_recipe_of_fine_tuning_takes_two_steps_from_published_weights_and_is_exported(name, stage, tmp_path, capsys):
     """In the tiny preset, from the folder of a pipeline as the hub has it."""

@@ -70,6 +70,7 @@ def curve(miniature, runs, name: str, keys: str = "") -> list[float]:
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900, func_only=True)
 def test_the_curve_with_all_keys_of_speed_is_the_plain_one_and_that_in_bf16_nearer_than_another_seeds(
     miniature, tmp_path, monkeypatch

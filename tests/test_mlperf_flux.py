@@ -301,7 +301,7 @@ def validations(folder: Path) -> list[dict]:
     return [line for line in lines if line.get("validation")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_stops_at_the_first_validation_that_meets_its_target_and_says_so(ran):
     folder = ran / "aimed"
     lines, summary = validations(folder), json.loads((folder / "summary.json").read_text())

@@ -425,7 +425,7 @@ def test_the_checker_accepts_the_log_of_the_miniature_in_the_open_division(words
     assert made_with == 2 * [{"num_images": NUM_PROMPTS, **judges}]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_scored_afterwards_is_closed_by_eval(words_of, tmp_path, capsys):
     words = words_of(tmp_path, "later", "eval.when=after", "target.fid=1e9", "mlperf.enabled=true")
     assert benchmark.main(words) == 0

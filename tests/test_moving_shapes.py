@@ -172,7 +172,7 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240, func_only=True)
 def test_the_recipe_shortened_runs_validates_draws_and_is_read_off_afterwards(made, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)

@@ -106,6 +106,7 @@ def all_is_there(folder: Path) -> bool:
     return stored(REMOTE, "a") == here
 
 
+@pytest.mark.long
 def test_a_store_that_is_away_for_a_while_is_said_once_and_training_goes_on(words_of, s3, tmp_path, capsys, at_batch):
     at_batch({4: s3.stop, 12: lambda: time.sleep(4.0), 18: s3.start})
     assert main(*words_of(tmp_path, "a", "max_duration=24ba", f"save.remote={REMOTE}")) == 0
@@ -117,6 +118,7 @@ def test_a_store_that_is_away_for_a_while_is_said_once_and_training_goes_on(word
     assert all_is_there(tmp_path / "a") and numbers(REMOTE, "a", FULL) == [24, 21]
 
 
+@pytest.mark.long
 def test_a_store_that_stays_away_ends_the_run_and_the_same_command_uploads(words_of, s3, tmp_path, capsys, at_batch):
     at_batch({4: s3.stop})
     words = words_of(tmp_path, "a", f"save.remote={REMOTE}", "save.patience_sec=3", "max_duration=10ba")

@@ -100,7 +100,7 @@ def test_a_checkpoint_with_another_encoder_is_refused(dino):
         repa.apply(Event.FIT_START, SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu"))), None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400, func_only=True)
 def test_sharded_weights_are_trained_as_whole_ones(tmp_path):
     keys = [*TINY_RUN, *FLOW, word(), f"run_folder={tmp_path}", "gradient_checkpointing=0.5", "max_duration=2ba"]

@@ -58,6 +58,7 @@ def kill_after(process: subprocess.Popen, folder: Path, batch: int, *, is_launch
     assert alive == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500, func_only=True)
 def test_killed_in_the_first_epoch_the_second_and_at_an_epochs_end_it_goes_on_bit_for_bit(
     miniature, words_of, tmp_path

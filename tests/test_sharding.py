@@ -75,7 +75,7 @@ def runs(words_of, tmp_path_factory) -> Path:
 # --- training ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400, func_only=True)
 def test_shared_weights_are_trained_as_whole_ones(runs):
     """Weights, EMA weights and moments after clipped steps, and the losses, against DDP's."""
@@ -87,7 +87,7 @@ def test_shared_weights_are_trained_as_whole_ones(runs):
     assert min(sizes) > 0.4 * sum(sizes)  # each rank wrote its part
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_snapshot_of_shared_weights_is_one_file_as_always(runs):
     of_full, of_ddp = (list_checkpoints(runs / name / "checkpoints", WEIGHTS) for name in ("full", "ddp"))
     assert [path.name[:22] for path in of_full] == ["weights-im000000000032", "weights-im000000000016"]
@@ -126,7 +126,7 @@ def test_a_run_resumes_with_either_sharding(runs, words_of, tmp_path, begun, num
     assert distance(tmp_path / "a", runs / begun) < TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400, func_only=True)
 def test_bfloat16_weights_and_moments_go_on_bit_for_bit_in_parts(words_of, tmp_path):
     """Each part is rounded by random numbers of its own: after two steps more the run is the unbroken one."""
@@ -159,7 +159,7 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
 """Reason -> what is done to a checkpoint, which has one before it."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("reason", DAMAGES)
 def test_a_damaged_part_is_named_and_the_checkpoint_before_is_taken(parts, capsys, reason):
     newest, before = list_checkpoints(parts, FULL)
@@ -176,7 +176,7 @@ def test_a_damaged_part_is_named_and_the_checkpoint_before_is_taken(parts, capsy
     assert find_newest(parts) == before, "a restored copy that is damaged too is set aside again"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300, func_only=True)
 def test_a_rank_that_dies_while_all_write_leaves_no_checkpoint_and_the_run_goes_on(runs, words_of, tmp_path):
     """Rank 1 is killed as soon as it begins to write its part of the second checkpoint."""
@@ -205,7 +205,7 @@ sys.exit(benchmark.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_begins_with_the_weights_of_a_checkpoint_in_parts(runs):
     """model.denoiser names the run; export and eval.py read it the same way."""
     from test_families import tiny
@@ -220,7 +220,7 @@ def test_training_begins_with_the_weights_of_a_checkpoint_in_parts(runs):
 # --- between batches ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400, func_only=True)
 def test_evaluation_validation_and_grids_are_those_of_whole_weights(words_of, miniature, tmp_path):
     """31 prompts on two ranks in passes of 16: one rank has less to do. Scores are compared; images to a grey level."""

@@ -13,6 +13,7 @@ from run_folder.files import METRICS, read_lines
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500, func_only=True)]
 
 
+@pytest.mark.long
 def test_machines_with_a_folder_each_go_on_from_the_store_and_from_rank_0(bucket, tmp_path):  # noqa: F811
     address, client = bucket
     own = ["run_folder=runs", "global_batch_size=8", "save.every_images=24", "save.keep=4"]

@@ -155,7 +155,7 @@ def test_the_loss_curve_and_the_images_stay_those_of_the_plain_path(keys):
 # --- compilation ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("compile", ["whole", "blocks"])
 def test_nothing_is_compiled_after_the_first_step(graphs_alone, compile):
     model = little({"compile": compile, "gradient_checkpointing": float(compile == "blocks")})
@@ -171,7 +171,7 @@ def test_nothing_is_compiled_after_the_first_step(graphs_alone, compile):
             train(model, 1, first=4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["sdxl", "flux", "mochi", "hunyuan_video", "wan"])
 def test_the_other_families_are_one_graph_too_without_a_break(graphs_alone, family):
     size = with_frames(family, (64, 64))

@@ -67,6 +67,7 @@ def stopped(folder: Path, number: int, to: str, *command: str) -> tuple[int, str
         return process.returncode, printed + message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stalled", "number", "to", "more"),
     [

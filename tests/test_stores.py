@@ -97,7 +97,7 @@ def test_threads_download_with_one_s3_client_and_the_failure_of_one_ends_no_othe
     assert [(tmp_path / str(number)).read_bytes() for number in rest] == [bytes([n]) * 300_000 for n in rest]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(200, func_only=True)
 def test_a_server_that_falls_silent_is_left_after_the_limit(sftp, tmp_path, monkeypatch):
     port = str(urlsplit(sftp).port)

@@ -102,7 +102,7 @@ def test_one_network_draws_one_image_in_whatever_form_it_is_published(theirs, tm
     assert metadata["weights"] == "training" and not np.array_equal(image, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_name_on_the_hub_is_accepted_and_only_the_needed_files_are_downloaded(theirs, hub, tmp_path, capsys):
     whole, _ = draw(theirs / "whole", tmp_path / "whole")
     hub.add("they/whole", theirs / "whole")
@@ -121,7 +121,7 @@ def test_a_name_on_the_hub_is_accepted_and_only_the_needed_files_are_downloaded(
     assert capsys.readouterr().err.splitlines()[-1].startswith("they/none is neither a path here nor a ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_starts_from_a_unet_in_whatever_form(theirs, hub, tmp_path):
     """A file that has both gives its training weights, as a run does; half precision is widened, and reported."""
     hub.add("they/unet", theirs / "alone/unet")
@@ -167,7 +167,7 @@ def test_a_model_of_another_class_or_a_folder_of_something_else_is_named(tmp_pat
     assert refusal(capsys, other, tmp_path / "x").startswith(text)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_third_party_weights_that_lack_or_contradict_something_are_refused(theirs, tmp_path, capsys):
     alone, words = theirs / "alone", ["model.weights=shipped", "image_size=32"]
 

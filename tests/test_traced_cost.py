@@ -39,7 +39,7 @@ def test_flops_of_sd2_are_the_known_ones_and_tracing_takes_no_memory_and_no_rand
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMSNorm of bf16 without a fused kernel
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300, func_only=True)
 @pytest.mark.parametrize(("variant", "side", "published"), [("schnell", 256, 20.3), ("dev", 512, 64.4)])
 def test_flops_of_flux_are_the_published_ones(variant, side, published):

@@ -178,7 +178,7 @@ def test_a_run_resumes_bit_for_bit_in_microbatches(tmp_path):
     assert not same_training(whole, newest(tmp_path, "plain"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400, func_only=True)
 def test_sharded_weights_are_trained_as_whole_ones(tmp_path):
     keys = [OF_TINY, "gradient_checkpointing=0.5", "max_duration=2ba"]

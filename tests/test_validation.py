@@ -159,7 +159,7 @@ def test_an_unusable_sample_is_reported_once_and_counted(validator_of, held_out,
 # --- in a run ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(100, func_only=True)
 def test_a_run_shows_losses_and_grids_in_tensorboard_and_its_training_is_that_of_one_without(words_of, whole, tmp_path):
     folder, plain, lines = whole / "whole", tmp_path / "plain", lines_of(whole / "whole")
@@ -206,7 +206,7 @@ def test_a_resumed_run_repeats_no_point_and_has_the_same_losses(words_of, whole,
     assert [line["start"] for line in lines_of(folder)] == [1, 1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(60, func_only=True)
 def test_a_signal_in_a_validation_ends_the_run_and_the_next_start_repeats_it(
     words_of, whole, tmp_path, monkeypatch, capsys
@@ -232,7 +232,7 @@ def test_a_signal_in_a_validation_ends_the_run_and_the_next_start_repeats_it(
     assert same_training(newest(tmp_path, "stopped"), newest(whole, "whole"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120, func_only=True)
 def test_two_ranks_measure_the_same_loss_of_the_same_weights_and_draw_each_prompt_once(words_of, whole, tmp_path):
     words = words_of(tmp_path, "two", "device_train_microbatch_size=4", "samples.every_images=8")
@@ -261,7 +261,7 @@ def refused(capsys, *words: str) -> list[str]:
     return [line for line in lines if not line.startswith("shared memory: ")]  # of what else runs on the machine
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(60, func_only=True)
 def test_a_stage_that_overlaps_training_is_refused(words_of, miniature, tmp_path, capsys):
     training, part, both = miniature.moments, tmp_path / "part", tmp_path / "both"

@@ -10,7 +10,7 @@ from conftest import TINY_RUN, run
 from wandb_file import offline
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_keeps_its_id_and_its_offline_files_have_each_batch_once(tmp_path):
     """The client's `wandb sync` sends both files to that one run."""
     folder, nobody = tmp_path / "logged", {"NETRC": f"{tmp_path}/none", "WANDB_CONFIG_DIR": f"{tmp_path}/none"}

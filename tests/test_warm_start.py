@@ -47,7 +47,7 @@ def test_training_begins_with_a_published_unet(published):  # noqa: F811
         assert torch.equal(model.denoiser.state_dict()[name], tensor), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_begins_at_another_size_with_an_earlier_runs_training_weights(earlier, tmp_path, monkeypatch):
     """MosaicML's second stage: the first batch's weights are the first run's last; optimizer and counters begin anew."""
     newest = list_checkpoints(earlier / "checkpoints", FULL)[0]
@@ -69,7 +69,7 @@ def test_training_begins_at_another_size_with_an_earlier_runs_training_weights(e
     assert all(torch.equal(tensor, weights[name]) for name, tensor in content["model"].items())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_does_not_read_its_initial_weights(earlier, tmp_path, capsys):
     """They may be gone. The run's own checkpoint counts, and names them."""
     start = tmp_path / list_checkpoints(earlier / "checkpoints", FULL)[0].name
