@@ -23,6 +23,7 @@ from families import FAMILIES, load_family
 from families.encoders import ModelConfig
 from families.objectives import ObjectiveConfig
 from model import LatentDiffusion, build_model
+from prepare import latents
 from training import speed
 from training.speed import SpeedKeys
 from weights.tensors import build_on_meta
@@ -293,3 +294,24 @@ def test_a_run_on_videos_resumes_bit_for_bit(name, variant, tmp_path, capsys):
     resume_from_second_batch(words, tmp_path)
     assert eval_command.main([str(tmp_path / "whole")]) == 2
     assert f"model.family: {name} makes videos, and FID" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200, func_only=True)
+def test_moments_and_stored_text_are_made_of_images_and_trained_on(image_run, stage, tmp_path):
+    """The first losses from images, from moments and from stored states differ only by float16's rounding."""
+    _, words, runs = image_run
+    model = [word for word in words if word.startswith(("model.", "image_size="))]
+    plain = ["objective.caption_dropout=0", "data.posterior=mean", "max_duration=1ba", "ema.enabled=false"]
+    plain += ["save.every_images=0", "ema.decay=null", "data.shuffle=false"]
+    first, moments = [], tmp_path / "moments"
+    assert latents.main([str(stage), str(moments), *model, "store_text=true"]) == 0
+    for at, kind, text in (
+        (stage, "images", "encoded"),
+        (moments, "moments", "encoded"),
+        (moments, "moments", "stored"),
+    ):
+        own = [f"data.stage={kind}", f"data.remote={at}", f"data.text={text}", f"run_name={kind}-{text}"]
+        assert benchmark.main([*words, *plain, *own]) == 0
+        first.append(lines(runs / f"{kind}-{text}")[0]["loss"])
+    assert first == pytest.approx([first[0]] * 3, rel=2e-3)

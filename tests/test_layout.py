@@ -1,8 +1,9 @@
-"""The map: who may import whom, names that would hide a library, sizes of files and functions."""
+"""The map: who may import whom, names that would hide a library, one ComposerModel, sizes of files and functions."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,11 @@ FORBIDDEN_FOLDERS = {"runs", "checkpoints", "datasets", "samples", "cache", "wan
 """Folders of people's own, which a checkout must not bring."""
 FAMILIES = {path.stem for path in (ROOT / "families").glob("*.py")} & set(families.FAMILIES) | {"shapes"}
 
+
+READS_RUN_CONFIG = {"benchmark.py", "training/config.py", "training/builders.py"}
+READS_RUN_CONFIG_ROOMS = {"preflight", "sweeps", "scaling"}
+MAX_RUN_CONFIG_FUNCTIONS = 40
+"""Functions that take the whole configuration. All others take their section, or plain values."""
 
 NARRATIVES, NARRATIVE_LINES = {"benchmark.py:train"}, 90
 """Functions that tell a whole run in the order in which it happens, in paragraphs with headings."""
@@ -149,6 +155,15 @@ def test_no_folder_or_module_hides_a_library():
     assert installed == []
 
 
+def test_there_is_one_composer_model():
+    found = [
+        f"{module_of(path)}.{node.name}"
+        for path, node in nodes(ast.ClassDef)
+        if any(ast.unparse(base).endswith("ComposerModel") for base in node.bases)
+    ]
+    assert found == ["model.LatentDiffusion"]
+
+
 def test_files_and_functions_stay_short():
     long = [f"{path.name}: {count} lines" for path in sources() if (count := len(path.read_text().splitlines())) > 700]
     for path, node in nodes(ast.FunctionDef):
@@ -156,6 +171,18 @@ def test_files_and_functions_stay_short():
         limit = NARRATIVE_LINES if f"{path.name}:{node.name}" in NARRATIVES else 60
         long += [f"{path.name}:{node.lineno} {node.name}: {count} lines"] if count > limit else []
     assert long == []
+
+
+def test_the_whole_configuration_reaches_builders_only():
+    taking = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path, node in nodes(ast.FunctionDef)
+        for arguments in [[*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
+        if any(each.annotation and re.search(r"\bRunConfig\b", ast.unparse(each.annotation)) for each in arguments)
+    ]
+    elsewhere = [where for where in taking if where.partition(":")[0] not in READS_RUN_CONFIG]
+    elsewhere = [where for where in elsewhere if where.partition("/")[0] not in READS_RUN_CONFIG_ROOMS]
+    assert elsewhere == [] and 0 < len(taking) <= MAX_RUN_CONFIG_FUNCTIONS, len(taking)
 
 
 def test_nothing_heavy_is_imported_by_the_lowest_floor():

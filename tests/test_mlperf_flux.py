@@ -26,7 +26,7 @@ from families.sampling import prompt_generator
 from mds.dataset import read_dataset, write_metadata
 from mds.mixture import resolve_streams
 from prepare import latents, shards
-from reports.mlperf import RULES, check, read_run
+from reports.mlperf import RULES, check, read_run, reference_points
 from run_folder.mlperf_log import OPEN_LOSS, read_events
 from training.builders import build_start_settings
 from training.config import build, resolve
@@ -422,3 +422,17 @@ def test_a_log_without_validation_or_target_is_refused(stages, tmp_path):
     first, second = problems_of(*words, *none)
     assert first.startswith("target.val_loss: given, but nothing is validated.")
     assert second.startswith("mlperf.enabled: true, but nothing is validated. Give the held-out stage")
+
+
+@pytest.mark.parametrize("ruleset", FLUX.rulesets)
+def test_the_checker_of_reference_points_passes_ten_of_the_references_own_and_refuses_ten_that_are_too_fast(
+    tmp_path, ruleset
+):
+    for name, images in (("own", FLUX.find_point(512, ruleset).images[5:15]), ("fast", 10 * (4_194_304,))):
+        (tmp_path / name).mkdir()
+        for seed, count in enumerate(images):
+            log = fixture(tmp_path / name / str(seed), count, seed=seed, ruleset=ruleset)
+            log.rename(tmp_path / name / f"result_{seed}.txt")
+    passed, said, _ = reference_points(tmp_path / "own", ruleset)
+    assert passed and "RCP found" in said
+    assert not reference_points(tmp_path / "fast", ruleset)[0]

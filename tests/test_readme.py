@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_layout import sources
+from test_layout import FLOORS, sources
 
 import benchmark
 from bench.ladder import LadderConfig, read_ladder
@@ -323,3 +323,66 @@ def test_the_figures_of_the_pages_are_those_of_their_records():
     }
     assert [text for page, of_page in texts.items() for text in of_page if text not in flat(page)] == []
     assert all(record(name)["commit"] for name in (*spreads, "page_speed"))
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= 130
+    assert len(PAGES["README.md"].split()) <= 800
+
+
+def prose(text: str) -> list[str]:
+    """Return a page's paragraphs and list items, without blocks, tables, headings and comments."""
+    text = re.sub(r"<!--.*?-->", "", BLOCK.sub("\n\n", text))
+    lines = ["" if re.match(r"\||#|!\[", line) else line for line in text.splitlines()]
+    starts = [f"\n{line}" if re.match(r"\s*([-*]|\d+\.) ", line) else line for line in lines]
+    parts = "\n".join(starts).split("\n\n")
+    return [" ".join(re.sub(r"^\s*([-*]|\d+\.) ", "", line) for line in part.split("\n")).strip() for part in parts]
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a page; code and a link's text count as one word."""
+    found = []
+    for part in prose(text):
+        plain = re.sub(r"`[^`]+`|\[[^]]+\]\([^)]+\)", "CODE", part)
+        found += re.split(r"(?<=[.?!])[*)\"]*\s+(?=[A-Z\"*(])", plain)
+    return [sentence for sentence in found if sentence]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_short_sentences_and_cells_and_whole_tables(page):
+    text = PAGES[page]
+    assert [sentence for sentence in sentences(text) if len(sentence.split()) > 30] == []
+    rows = text.splitlines()
+    heads = [n for n, row in enumerate(rows) if row.startswith("|") and not rows[n - 1].startswith("|")]
+    assert [rows[n] for n in heads if not re.match(r"\|[ :-]*-", rows[n + 1])] == []  # an empty line cuts a table
+    of_tables = [line for line in BLOCK.sub("", text).splitlines() if line.startswith("|")]
+    cells = [cell for row in of_tables for cell in re.split(r"(?<!\\)\|", row)]
+    assert [cell for cell in cells if len(cell.split()) > 25] == []
+
+
+def test_a_long_sentence_is_seen():
+    text = f"Short. A {'word ' * 30}end.\n\n| {'word ' * 40} |\n\n```bash\n{'word ' * 40}\n```\n- {'word ' * 30}"
+    assert [len(sentence.split()) for sentence in sentences(text)] == [1, 32, 30]
+
+
+def test_the_map_is_the_tree_and_its_floors_are_those_of_the_layout():
+    """Every folder with code and every file at the root, each once, on its floor."""
+    [tree] = [block for page, block in blocks("text") if page == "docs/structure.md" and block.startswith("floor ")]
+    named = {}
+    for part in re.split(r"^(?=floor )", tree.split("\n\n")[0], flags=re.M)[1:]:
+        for room in re.findall(r"^(?:floor \d+)? +([\w.]+/|\w+\.py) ", part, re.M):
+            assert room not in named
+            named[room] = int(part.split()[1])
+    there = {part[0] + ("/" if len(part) > 1 else "") for part in (path.relative_to(ROOT).parts for path in sources())}
+    floors = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    assert named == {room: floors[room.removesuffix("/").removesuffix(".py")] for room in there}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_every_key_says_in_a_few_words_what_it_is(schema):
+    texts = {key.name: key.text for key in keys_of(schema) if isinstance(key, Key)}
+    assert {name for name in texts if "[]" not in name} == {
+        key for key in schema_keys(schema) if not any(other.startswith(f"{key}.") for other in schema_keys(schema))
+    }
+    assert [name for name, text in texts.items() if not text.endswith(".")] == []
+    assert [name for name, text in texts.items() if len(text.split()) > 25] == []

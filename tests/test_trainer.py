@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import TINY_RUN
+from conftest import TINY_RUN, run
 from test_checkpoints import newest, same_training
 
 import benchmark
@@ -62,3 +62,14 @@ def test_nothing_of_a_batch_whose_loss_is_not_finite_is_kept(tmp_path, every_ima
     assert "Traceback" not in output
     saved = [int(path.name[7:19]) for path in list_checkpoints(tmp_path / "a" / "checkpoints", FULL)]
     assert (max(saved, default=0), len(calls)) == ((3, 4) if every_images == 8 else (0, 5))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_two_ranks_have_the_weights_of_composers_trainer_to_the_bit(tmp_path):
+    more = [*CHECKPOINTS, "device_train_microbatch_size=2"]
+    for name, key in (("plain", "async_loss=false"), ("async", "async_loss=true")):
+        done = run("composer", "-n", "2", "benchmark.py", *words(tmp_path, name, *more, key), timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert losses_of(tmp_path / "async") == losses_of(tmp_path / "plain")
+    assert same_training(newest(tmp_path, "async"), newest(tmp_path, "plain"))

@@ -89,22 +89,30 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_tensors_beside_pickled_trainer_objects_are_read_though_their_classes_are_gone(tmp_path, monkeypatch):
+def lightning_like() -> types.ModuleType:
+    """A module that is there when a trainer pickles its objects, and gone when they are read."""
     module = types.ModuleType("gone_lightning")
     source = """
-class Callback: pass
+class Callback:
+    def __init__(self): self.best, self.path = 0.5, 'x'
 class WithState(Callback):
     def __getstate__(self): return ({'a': 1}, {'b': 2})
     def __setstate__(self, state): raise SystemError('code of the file ran')
+class AttributeDict(dict): pass
 class Kind(__import__('enum').Enum): FIT = 'fit'
 """
-    exec(
-        source, module.__dict__
-    )  # a module that is there when a trainer pickles its objects, and gone when they are read
+    exec(source, module.__dict__)
+    return module
+
+
+def test_tensors_beside_pickled_trainer_objects_are_read_though_their_classes_are_gone(tmp_path, monkeypatch):
+    module = lightning_like()
     monkeypatch.setitem(sys.modules, "gone_lightning", module)
-    objects = [module.Callback(), module.WithState(), module.Kind.FIT, tmp_path, np.float64(2.0), np.arange(3), {1, 2}]
-    objects += [collections.defaultdict(list, a=[1]), torch.Size([2]), torch.float16, argparse.Namespace(a=1)]
-    path = save({"callbacks": objects, "state_dict": {"a": torch.arange(4.0)}}, tmp_path / "w.ckpt")
+    objects = [module.Callback(), module.WithState(), module.AttributeDict(a=1), module.Kind.FIT, tmp_path]
+    objects += [np.float64(2.0), np.arange(3), {1, 2}, b"bytes", collections.defaultdict(list, a=[1]), range(3)]
+    objects += [collections.Counter("aab"), torch.Size([2]), torch.float16, argparse.Namespace(a=1), slice(1, 2)]
+    content = {"callbacks": {module.Callback: objects}, "hyper_parameters": objects}
+    path = save({**content, "state_dict": {"a": torch.arange(4.0)}}, tmp_path / "w.ckpt")
     monkeypatch.delitem(sys.modules, "gone_lightning")
     registered = set(torch.serialization.get_safe_globals())  # torch gives them in any order
     assert_same(open_weights(path), {"a": torch.arange(4.0)})
@@ -141,10 +149,14 @@ def attacks(mark: str) -> dict[str, object]:
     torch.save(Calls(os.system, command), inner, _use_new_zipfile_serialization=False)
     return {
         "os.system": Calls(os.system, command),
+        "eval": Calls(eval, touch),
         "getattr": Calls(Calls(getattr, Calls(__import__, "os"), "system"), command),
+        "partial": Calls(Calls(functools.partial, os.system), command),
         "partial state": Calls(Calls(functools.partial, len, state=(os.system, (command,), {}, None))),
         "load from bytes": Calls(torch.storage._load_from_bytes, inner.getvalue()),
         "pickle.loads": Calls(pickle.loads, pickle.dumps(Calls(os.system, command))),
+        "open": Calls(open, mark, "w"),
+        "map": Calls(list, Calls(map, os.system, [command])),
         "type with a method": Calls(Calls(type, "X", (), {"__init__": Calls(eval, f"lambda self: {touch}")})),
     }
 
@@ -178,20 +190,26 @@ def text(value: str) -> bytes:
 
 HAND_MADE = {
     "a dotted name": lambda command: opcodes(text("os"), text("path.os.system"), b"\x93", text(command), b"\x85R"),
-    "a name with Storage": lambda command: opcodes(
-        text("os"), text("system.Storage"), b"\x93", text(command), b"\x85R"
+    "a name with Storage": lambda command: opcodes(text("os"), text("system.Storage"), b"\x93", text(command), b"\x85R"),
+    "through an allowed module": lambda command: opcodes(
+        text("collections"), text("_sys.modules"), b"\x93", text("os"), b"\x86R", text(command), b"\x85R"
     ),
     "INST": lambda command: b"(S'" + command.encode() + b"'\nios\nsystem\n.",
     "OBJ": lambda command: b"(cos\nsystem\nS'" + command.encode() + b"'\no.",
     "NEWOBJ": lambda command: opcodes(b"cos\nsystem\n", text(command), b"\x85\x81"),
     "NEWOBJ_EX": lambda command: opcodes(b"cos\nsystem\n", text(command), b"\x85}\x92"),
+    "NEWOBJ of what a call gave": lambda command: opcodes(b"cos\nsystem\n)R", text(command), b"\x85\x81"),
+    "Python 2's names": lambda command: b"c__builtin__\neval\n(S'__import__(\"os\").system(\"%s\")'\ntR." % command.encode(),
     "a rebuild function's defaults": lambda command: opcodes(
         b"ctorch._utils\n_rebuild_tensor_v2\nN}", text("__defaults__"), b"(cos\nsystem\nt", b"s\x86b"
     ),
     "a rebuild function in a rebuild function": lambda command: opcodes(
         b"ctorch._tensor\n_rebuild_from_type_v2\n(cos\nsystem\nN(", text(command), b"tNtR"
     ),
-}
+    "state of the dictionary's class": lambda command: opcodes(
+        b"ccollections\nOrderedDict\n}", text("update"), b"cos\nsystem\nsb"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HAND_MADE)
@@ -203,13 +221,15 @@ def test_hand_made_opcodes_run_nothing_and_change_nothing(tmp_path, name):
     assert not mark.exists() and torch._utils._rebuild_tensor_v2.__defaults__ == defaults
 
 
-def test_no_name_in_a_pickle_is_imported_and_no_tar_file_unpacked(tmp_path, monkeypatch):
+def test_no_name_in_a_pickle_is_imported_no_program_run_and_no_tar_file_unpacked(tmp_path, monkeypatch):
     """torch.load would unpack torch 0.1's tar format to disk, where a link in it can lead anywhere."""
     (tmp_path / "payload_module.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     data = opcodes(b"cpayload_module\nx\n)R")
     assert refused(write_zip(tmp_path / "w.ckpt", data)).startswith("holds an object with its own code")
     assert "payload_module" not in sys.modules
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "w.pt")
+    assert refused(tmp_path / "w.pt").startswith("is a TorchScript program, not weights. ")
     with tarfile.open(tmp_path / "w.pt", "w") as tar:
         tar.add(__file__, "storages")
     assert "tar format" in unreadable(tmp_path / "w.pt")
@@ -234,11 +254,18 @@ def unreadable(path) -> str:
 def test_a_file_of_another_kind_or_cut_short_is_refused(tmp_path):
     missing = "there is no such file. Give a weights file (.safetensors, .ckpt, .pt, .bin)."
     assert refused(tmp_path / "none.ckpt") == refused(tmp_path) == missing
-    path = tmp_path / "w.safetensors"
-    path.write_text("<!DOCTYPE html>\n<html><body>Sign in</body>")
-    assert refused(path).startswith("is text, not weights: it begins '<!DOCTYPE html> <html><body>Sign in</bod'. ")
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(64))
-    unreadable(path)
+    path, end = tmp_path / "w.safetensors", "Fetch the file itself (or run: git lfs pull)."
+    for content, begin in (
+        ("<!DOCTYPE html>\n<html><body>Sign in</body>", "<!DOCTYPE html> <html><body>Sign in</bod"),
+        ("", ""),
+    ):
+        path.write_text(content)
+        assert refused(path) == f"is text, not weights: it begins '{begin}'. {end}"
+    for content in (b"\x89PNG\r\n\x1a\n" + bytes(64), pickle.dumps({"a": 1})):
+        path.write_bytes(content)
+        unreadable(path)
+    np.savez(tmp_path / "w.npz", a=np.arange(3), b=np.arange(3))
+    unreadable(tmp_path / "w.npz")
     for zipped in FORMATS.values():
         whole = save(some_tensors(), path, zipped).read_bytes()
         for left in (-4, 1500, 200):
@@ -296,10 +323,13 @@ def test_without_tensors_the_keys_are_listed(tmp_path):
     one, no_tensors = torch.ones(1), "holds no tensors by name: its keys"
     for content, message in (
         ({"model": {"a": one}, "ema": {"a": one}, "epoch": 3}, f"{no_tensors} are model, ema, epoch"),
+        ({"state_dict": {"x": 1}, "a": one}, f"{no_tensors} under state_dict are x. "),
         ([one], "holds a list, no dictionary of tensors. Save the model's state_dict."),
         (torch.nn.Linear(1, 1), "holds an object with its own code, no dictionary of tensors. "),
     ):
         assert refused(save(content, tmp_path / "w.ckpt")).startswith(message)
+    save_file({}, tmp_path / "w.ckpt")
+    assert refused(tmp_path / "w.ckpt") == "holds no tensors. Give a file that does."
     text = refused(save({"a\x1b[31m\nb": 1, "c" * 10_000: 2}, tmp_path / "w.ckpt"))
     assert r"a\x1b[31m\nb" in text and "\x1b" not in text and len(text) < 500
 
