@@ -348,3 +348,17 @@ def test_the_folders_tokens_are_ours_with_either_padding_and_others_are_named(tm
     write_special(folder, "a</w>")
     begin = f"tokenizer: {folder} gives other tokens than this model trains with: for "
     assert problem().startswith(f"{begin}'' token 2 is 320, ours is 0")
+
+
+def test_the_attention_of_a_vae_may_have_its_older_names(tmp_path):
+    source, target = tiny_networks(1), tiny_networks(2)
+    path, tensors = save_folder(tmp_path, source), {}
+    older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    for name, tensor in source["vae"][0].state_dict().items():
+        for new, old in older.items():
+            name = name.replace(f".{new}.", f".{old}.")
+        tensors[name] = tensor
+    assert "encoder.mid_block.attentions.0.proj_attn.weight" in tensors
+    save_file(tensors, tmp_path / "vae/diffusion_pytorch_model.safetensors")
+    assert published.load_networks(path, target) == []
+    assert_equal(target["vae"][0], source["vae"][0])

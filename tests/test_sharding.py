@@ -256,3 +256,22 @@ def test_more_ranks_than_blocks_are_refused(monkeypatch, num, of_machine, how):
     [(key, text)] = sharding.problems(flatten(RunConfig(sharding=how, model=model)), model)
     assert key == "sharding" and 4 < sharding.num_blocks(model) < 64
     assert text.startswith(f"{how} over 64 ranks, but the denoiser has {sharding.num_blocks(model)} blocks: ")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400, func_only=True)
+def test_hybrid_on_two_machines_trains_as_whole_weights_on_four_ranks(words_of, tmp_path):
+    """Two launchers of two ranks each, as on two machines: each has a copy of its own. It goes on from parts of four."""
+    synthetic = ["data.synthetic=true", "data.remote=null"]
+    trained(4, words_of(tmp_path, "ddp", *synthetic))
+    port, words = 29517, words_of(tmp_path, "hybrid", *synthetic, "sharding=hybrid")
+    trained(4, [*words, "max_duration=2ba", "sharding=full"])
+    options = ["--world_size", "4", "--nproc", "2", "--master_addr", "127.0.0.1", "--master_port", str(port)]
+
+    def command(node: int) -> list[str]:
+        return ["composer", *options, "--base_rank", str(2 * node), "--node_rank", str(node), "benchmark.py", *words]
+
+    with started(*command(1)) as other:
+        done = run(*command(0), timeout=300)
+        assert done.returncode == 0 and other.wait(timeout=60) == 0, done.stdout + done.stderr
+    assert distance(tmp_path / "hybrid", tmp_path / "ddp") < TOLERANCE
