@@ -7,7 +7,6 @@ a new line. Passwords in addresses and values behind `${...}` are not in what it
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,8 +117,3 @@ def _number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return "not measured" if value is None else f"{value:,}" if isinstance(value, int) else code(value)
-
-
-def python_blocks(readme: str) -> list[str]:
-    """Return a card's blocks of Python, in their order."""
-    return re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S)

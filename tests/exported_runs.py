@@ -18,7 +18,6 @@ from export import caption_of, read_run_config
 from families import pipeline_files
 from families.sampling import prompt_noise
 from model import LatentDiffusion
-from reports.model_card import python_blocks
 from training.config import build
 
 CASES = {
@@ -48,6 +47,11 @@ OURS = """
 ours = [name for name in ("model", "families", "weights", "config") if name in sys.modules]
 assert not ours, f"this process has {ours} of the project"
 """
+
+
+def python_blocks(readme: str) -> list[str]:
+    """Return a card's blocks of Python, in their order."""
+    return re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S)
 
 
 def run_without_project(words: list[str], folder: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, started, tree
-from exported_runs import CASES, OF_RUNS, drawn_elsewhere, drawn_here
+from exported_runs import CASES, OF_RUNS, drawn_elsewhere, drawn_here, python_blocks
 from hub_server import TOKEN, Hub
 from safetensors.torch import load_file
 
@@ -27,7 +27,6 @@ from common.files import atomic_folder
 from evaluation import sources
 from families import load_family, pipeline_files
 from families.encoders import ModelConfig
-from reports.model_card import python_blocks
 from training import initial_weights
 from weights import published
 from weights.hub import upload

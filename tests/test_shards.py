@@ -302,3 +302,26 @@ def test_rendered_shapes_depend_on_the_seed_alone_and_go_through_prepare_shards(
 
 
 SIZES = [(80, 96), (128, 64), (64, 64), (200, 150)]
+
+
+def test_a_tar_that_lies_about_sizes_costs_itself_and_no_memory(tmp_path, monkeypatch):
+    folder, zeros = tmp_path / "in", tarfile.TarInfo("c.jpg")
+    write_tar(folder / "0.tar", {"good": sample_files(1)})
+    for number, size in ((1, "200000000000"), (2, "abc")):
+        with tarfile.open(folder / f"{number}.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+            member = tarfile.TarInfo("a.jpg")
+            member.size, member.pax_headers = 5, {"GNU.sparse.size": size, "GNU.sparse.map": "0,5"}
+            tar.addfile(member, io.BytesIO(b"12345"))
+    monkeypatch.setattr("prepare.sources.MAX_MEMBER_BYTES", 2**22)
+    zeros.size = 5_000_000
+    with tarfile.open(folder / "3.tar", "w:gz") as tar, open("/dev/zero", "rb") as file:  # 5 MB of zeros in 5 kB
+        tar.addfile(zeros, file)
+    assert shards.main([str(folder), str(tmp_path / "out"), "workers=1"]) == 1
+    assert [row["key"] for row in rows(tmp_path / "out")] == ["good"]
+    assert skipped(tmp_path / "out" / "skipped.jsonl") == [
+        ("1.tar", "a.jpg", "is a sparse file"),
+        ("1.tar", None, "has no sample"),
+        ("2.tar", None, "cannot be read to its end"),
+        ("3.tar", "c.jpg", "has more than 4 MiB"),
+        ("3.tar", None, "has no sample"),
+    ]

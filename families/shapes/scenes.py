@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations, product
 from typing import Literal, get_args
 
@@ -128,22 +128,6 @@ def draw_any_scene(choose: random.Random, num_objects: int) -> Scene:
     if num_objects == 1:
         return Scene(size, colour, shape, choose.choice(sorted(PLACES)), background)
     return Scene(size, colour, shape, choose.choice(sorted(ARRANGEMENTS)), background, size_2, colour_2, shape_2)
-
-
-def change_attribute(scene: Scene, choose: random.Random, attribute: str | None = None) -> Scene:
-    """Return a scene that differs in one attribute; its colours stay different from one another.
-
-    Args:
-        attribute: one that the scene has; None: a random one, all equally likely.
-    """
-    attribute = attribute or choose.choice([name for name in ATTRIBUTES if getattr(scene, name) is not None])
-    excluded = {getattr(scene, attribute)}
-    if attribute in ("colour", "colour_2", "background"):
-        excluded = {scene.colour, scene.colour_2, scene.background}
-    values = ATTRIBUTES[attribute]
-    if attribute == "place":
-        values = tuple(PLACES if scene.place in PLACES else ARRANGEMENTS)
-    return replace(scene, **{attribute: choose.choice([value for value in values if value not in excluded])})
 
 
 def list_scenes(objects: Objects = "both") -> list[Scene]:
