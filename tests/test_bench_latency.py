@@ -28,6 +28,7 @@ def threads(same_number_of_threads):
 # --- a contest ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["stock", "sd15", "sdxl", "flux"])
 def test_the_images_in_fp32_are_those_of_the_pipeline_and_every_figure_is_there(variant):
     of_family = {"sampler": "euler", "guidance": 3.5} if variant in ("sdxl", "flux") else {}

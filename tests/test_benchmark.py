@@ -92,6 +92,7 @@ def test_summary_result_line_and_metrics_agree(streamed):
     assert environment.items() <= summary.items() and not any(isinstance(value, dict) for value in summary.values())
 
 
+@pytest.mark.slow
 def test_the_written_config_repeats_the_run_bit_for_bit_and_its_keys_change_it(streamed, tmp_path):
     def losses(name: str, *words: str) -> list[float]:
         own = [f"run_folder={tmp_path}", f"run_name={name}", "data.workers=0", *words]

@@ -68,6 +68,7 @@ READERS: list[Callable[[Path], object]] = [
 """All that reads a run's folder: each returns, or says why not."""
 
 
+@pytest.mark.slow
 def test_no_reader_of_a_run_folder_waits_for_a_pipe_or_reads_a_device(tmp_path):
     run = copy_run(tmp_path)
     (run / "samples").mkdir(exist_ok=True)

@@ -75,6 +75,7 @@ def refused(capsys, *words: str) -> str:
 # --- to the store, and back ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_run_on_an_empty_disk_resumes_from_the_store_to_the_last_bit(
     words_of, bucket, whole, tmp_path, capsys, is_damaged

@@ -292,6 +292,7 @@ MISFITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", MISFITS)
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(words_of, begun, capsys, message):
     path = list_checkpoints(begun / "a" / "checkpoints", FULL)[0]
@@ -348,6 +349,7 @@ def stopped_in_batch_five(monkeypatch, number: int, *words: str) -> int:
             signal.signal(number, handler)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_run_at_the_next_batch_edge_with_a_checkpoint(words_of, whole, tmp_path, capsys, monkeypatch):
     words = words_of(tmp_path, "a", "max_duration=10ba")
     assert stopped_in_batch_five(monkeypatch, signal.SIGUSR1, *words) == 128 + signal.SIGUSR1

@@ -72,6 +72,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "how"), REFUSALS)
 def test_a_damaged_file_is_named_by_a_start_and_by_eval_before_anything_is_built(
     miniature, short, tmp_path, capsys, monkeypatch, what, how
@@ -115,6 +116,7 @@ READERS: dict[str, list[Callable[[Path], object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", READERS)
 def test_readers_of_the_record_read_or_name_the_file(records, tmp_path, what):
     """Ten damages of each kind that has a position, two of the others."""

@@ -210,6 +210,7 @@ def files_that_are_read(group: DownloadGroup) -> dict[str, bytes]:
     return {name: name.encode() for name in sorted(names)}  # equal files would be one in the cache
 
 
+@pytest.mark.slow
 def test_a_models_files_go_into_the_hubs_cache_and_a_gated_one_is_refused(hub, tmp_path, capsys, monkeypatch):
     group = GROUPS["zoo_flux"]
     hub.add(group.model, {"README.md": b"-", **files_that_are_read(group)})

@@ -126,6 +126,7 @@ def test_the_tokenizers_files_give_the_familys_tokens(name, variant, tmp_path):
 # --- an LDM file ---
 
 
+@pytest.mark.slow
 def test_an_ldm_file_is_read_back_by_ours_and_by_diffusers_as_it_was(run, folder, tmp_path):
     from diffusers import AutoencoderKL, UNet2DConditionModel
 

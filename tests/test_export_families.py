@@ -76,6 +76,7 @@ def networks_of(model: LatentDiffusion) -> dict[str, tuple[nn.Module, ldm_names.
 # --- a folder ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_plain_diffusers_draws_the_models_images_from_the_folder(name, folders):
     from diffusers import DiffusionPipeline
@@ -150,6 +151,7 @@ def test_the_second_tokenizer_of_flux_gives_the_familys_tokens_from_bytes_and_fr
 # --- and back ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_is_read_back_as_encoders_and_as_initial_weights(name, folders):
     first, prediction = tiny(name), "epsilon" if name == "sdxl" else "flow"

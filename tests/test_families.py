@@ -177,6 +177,7 @@ def test_a_family_leads_from_its_columns_to_a_prediction(name, variant):
     assert family.denoise(denoiser, latents, times, condition).shape == latents.shape
 
 
+@pytest.mark.slow
 @every_member
 def test_the_loss_falls_on_one_batch_and_gradients_reach_exactly_the_trained_parameters(name, variant):
     """Within six steps: layers that start at zero pass no gradient on in the first ones."""
@@ -210,6 +211,7 @@ def test_the_loss_falls_on_one_batch_and_gradients_reach_exactly_the_trained_par
     assert {n.partition(".")[0] for n in model.state_dict()} == {"denoiser"}
 
 
+@pytest.mark.slow
 @every_network
 def test_the_speed_keys_apply_to_its_blocks_and_change_only_rounding(name, variant):
     plain, fast = tiny(name, variant), tiny(name, variant)
@@ -242,6 +244,7 @@ def resume_from_second_batch(words: list[str], runs: Path) -> None:
 # --- its recipe ---
 
 
+@pytest.mark.slow
 def test_every_family_has_a_recipe_that_the_preset_alone_makes_one_for_a_cpu(monkeypatch, tmp_path, capsys):
     """The header's command with model.preset=tiny; keys of the YAML that need a GPU are left out, typed ones are refused."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -227,6 +227,7 @@ def run(tmp_path: Path, name: str, *words: str) -> int:
     return benchmark.main([*of_tiny, *words_of_run, f"run_name={name}", f"run_folder={tmp_path}", *words])
 
 
+@pytest.mark.slow
 def test_a_run_from_preprocessed_samples_builds_encoders_only_where_it_samples(
     make_stage, tmp_path, capsys, monkeypatch
 ):
@@ -255,6 +256,7 @@ def test_a_run_from_preprocessed_samples_builds_encoders_only_where_it_samples(
     assert capsys.readouterr().err.startswith(f"{file} is damaged: its xxh64 is ")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_cost")
 def test_an_encoder_is_built_where_a_run_needs_it(make_stage, tmp_path, capsys):
     """Without the empty text's states captions cannot be dropped; without dropout nothing of it is needed."""

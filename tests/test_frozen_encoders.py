@@ -38,6 +38,7 @@ def step(model: LatentDiffusion) -> torch.Tensor:
 # --- types ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "variant"), MEMBERS)
 def test_no_encoder_whose_values_float16_cannot_hold_is_in_it(name, variant):
     """T5's states are clipped (diffusers' page of FLUX, "fp16 inference"); three families' VAE is float32 in any run."""
@@ -91,6 +92,7 @@ def test_states_beyond_float16_are_those_of_float32_in_a_run_of_fp16(autocast):
 # --- places ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [ON_CPU, ON_DEVICE])
 def test_a_step_on_a_gpu_gets_what_encoders_on_the_cpu_make(config):
     """Traced with tensors that have a device and no content: torch refuses operations on two devices there too."""

@@ -50,6 +50,7 @@ def greatest(difference: Tensor) -> float:
 # --- the oracle ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampler", "prediction", "guidance"),
     [("ddim", "v", 8.0), ("plms", "epsilon", 3.0), ("dpm++", "v", 1.0), ("euler", "epsilon", 8.0)],

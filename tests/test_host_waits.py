@@ -34,6 +34,7 @@ def test_a_step_waits_in_none_of_our_code(monkeypatch, tmp_path):
     assert waits.of("composer"), "its reads of a step are not seen"
 
 
+@pytest.mark.slow
 def test_with_async_loss_a_step_never_waits(monkeypatch, tmp_path):
     """What is left of Composer's are uploads, which the host does not wait for."""
     words = ["--use_synth_data", "data.stage=moments", "device_train_microbatch_size=4", "async_loss=true"]

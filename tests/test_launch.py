@@ -82,6 +82,7 @@ def test_a_command_names_a_recipe_repeats_none_of_its_values_and_passes_the_chec
             assert keys["save.remote"].startswith("s3://YOUR_BUCKET/") and keys["run_name"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", MCLOUD, ids=lambda path: path.name)
 def test_each_size_of_a_job_divides_the_batch_and_the_order_of_samples(path, monkeypatch):
     monkeypatch.chdir(ROOT)

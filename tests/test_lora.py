@@ -59,6 +59,7 @@ def base_of(model: LatentDiffusion) -> dict[str, torch.Tensor]:
 # --- a step ---
 
 
+@pytest.mark.slow
 @every_network
 def test_a_new_adapter_changes_nothing_and_then_it_alone_is_trained(name, variant):
     plain, model = tiny(name, variant), with_adapter(name, variant)

@@ -172,6 +172,7 @@ def words_of(folder: Path, name: str, *more: str) -> list[str]:
     return [*TINY_RUN, "data.synthetic=true", f"run_folder={folder}", f"run_name={name}", *often, *more]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd2", pytest.param("flux", marks=pytest.mark.slow)])
 def test_each_family_trains_with_bfloat16_weights_and_resumes_bit_for_bit(tmp_path, capsys, family):
     keys = ["precision=bf16_params", "optimizer.states=bf16", f"model.family={family}"]

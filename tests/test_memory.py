@@ -34,6 +34,7 @@ def num_bytes(tensors) -> int:
 # --- kinds ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "states", "precision"),
     [("sd2", "fp32", "fp32"), ("sdxl", "bf16", "fp32"), ("flux", "fp32", "bf16_params"), ("sd2", "muon", "fp32")],
@@ -98,6 +99,7 @@ def test_a_step_in_pieces_takes_no_more_beside_the_states_than_is_planned(monkey
     assert 0.5 < bytes_beside(states, monkeypatch) / low_memory_adamw.BYTES_OF_A_PIECE[states] <= 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("family", ["sd2", "flux"])
 def test_activations_are_the_peak_of_a_real_step_also_where_blocks_are_computed_twice(family, fraction):

@@ -34,6 +34,7 @@ def run(folder, name: str, *words: str) -> int:
     return benchmark.main([*TINY_RUN, *own, *words])
 
 
+@pytest.mark.slow
 def test_auto_is_a_number_in_the_record_and_changes_no_loss(tmp_path, capsys):
     assert run(tmp_path, "auto", "device_train_microbatch_size=auto", "--print_config") == 0
     assert "\n# global batch: 8 images = 1 rank x 1 pass x 8 images\n" in capsys.readouterr().out
@@ -46,6 +47,7 @@ def test_auto_is_a_number_in_the_record_and_changes_no_loss(tmp_path, capsys):
     assert [line["loss"] for line in auto] == pytest.approx([line["loss"] for line in fixed], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_out_of_memory_names_microbatch_and_what_to_try_and_the_run_resumes(tmp_path, capsys, monkeypatch):
     """A GPU's failed allocation is raised in the third batch, as torch raises it."""
     words = ["save.every_images=16", "measure.warmup_batches=0", "device_train_microbatch_size=8"]

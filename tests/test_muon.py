@@ -141,6 +141,7 @@ def words_of(folder: Path, name: str, *more: str) -> list[str]:
     return [*TINY_RUN, *keys, f"run_folder={folder}", f"run_name={name}", "ema.enabled=true", *more]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(tmp_path):
     assert benchmark.main(words_of(tmp_path, "whole")) == 0
     assert benchmark.main(words_of(tmp_path, "resumed", "max_duration=2ba")) == 0

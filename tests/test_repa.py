@@ -78,6 +78,7 @@ def test_fewer_tokens_than_the_image_has_are_refused():
         Repa("none").alignment(torch.zeros(1, 7, 4), torch.zeros(1, 3, 32, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["images", "moments"])
 def test_a_run_resumes_bit_for_bit_in_microbatches(stage, dino, tmp_path):
     keys = [*TINY_RUN, *FLOW, f"data.stage={stage}", "device_train_microbatch_size=4", "save.every_images=16"]

@@ -240,6 +240,7 @@ def test_evaluation_validation_and_grids_are_those_of_whole_weights(words_of, mi
 # --- bad input ---
 
 
+@pytest.mark.slow
 def test_what_contradicts_sharding_is_refused_by_name(words_of, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sharding.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(sharding.dist, "get_local_world_size", lambda: 2)

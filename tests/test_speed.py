@@ -259,6 +259,7 @@ def test_cudnn_attends_where_each_of_its_versions_is_right(attention, lengths, c
 # --- activation checkpointing ---
 
 
+@pytest.mark.slow
 def test_a_fraction_of_the_blocks_is_computed_again_for_less_memory_and_equal_flops():
     """22 residual and 16 transformer blocks of SD2's denoiser; a step of the miniature's."""
     assert [speed.checkpoint_blocks(denoiser_of({}).denoiser, part) for part in (0.0, 0.25, 1.0)] == [0, 9, 38]

@@ -53,6 +53,7 @@ def test_flops_of_flux_are_the_published_ones(variant, side, published):
     assert (cost.frozen_parameters, cost.frozen_gib) == (0, 0.0)
 
 
+@pytest.mark.slow
 def test_the_traced_cost_of_encoders_and_saved_tensors_is_that_of_a_real_step():
     options = dict(size=(32, 32), precision="fp32")
     of_images = measure_cost(TINY, ObjectiveConfig(), stage="images", **options)

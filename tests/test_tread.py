@@ -166,6 +166,7 @@ def test_a_step_chooses_once_by_seed_batch_and_rank():
 # --- runs ---
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
 def test_a_run_resumes_bit_for_bit_in_microbatches(tmp_path):
     keys = ["device_train_microbatch_size=4", OF_TINY]

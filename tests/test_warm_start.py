@@ -39,6 +39,7 @@ def earlier(tmp_path_factory) -> Path:
     return runs / "first"
 
 
+@pytest.mark.slow
 def test_training_begins_with_a_published_unet(published):  # noqa: F811
     model = tiny_model()
     assert texts(published["ckpt"]) == []
@@ -89,6 +90,7 @@ def test_a_resumed_run_does_not_read_its_initial_weights(earlier, tmp_path, caps
 # --- refused ---
 
 
+@pytest.mark.slow
 def test_another_network_or_target_is_named(earlier, published, tmp_path):  # noqa: F811
     newest = list_checkpoints(earlier / "checkpoints", FULL)[0]
     [variant, prediction] = texts(earlier, variant="mlperf")

@@ -210,6 +210,7 @@ def test_every_way_from_urls_resolves(path):
     assert config.filter.licenses == ("not ?" if "mlperf" in path.name else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", LADDERS, ids=lambda path: path.name)
 def test_every_rung_of_a_ladder_resolves(path, stage, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -221,6 +222,7 @@ def test_every_rung_of_a_ladder_resolves(path, stage, monkeypatch):
         assert config.data.synthetic == (config.model.family != "shapes")  # the miniature's ladder is about quality
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.name)
 def test_every_point_of_a_sweep_resolves_and_its_batch_divides_into_ranks_and_passes(path, stage, monkeypatch):
     monkeypatch.chdir(ROOT)
