@@ -450,6 +450,10 @@ class SampleGrids(NamedTuple):
     left_out: Sequence[str]
 
     @property
+    def has_films(self) -> bool:
+        return any(grid.film is not None for grid in self.grids)
+
+    @property
     def is_small(self) -> bool:
         return max(self.width, self.height) <= SMALL_SIDE_PX
 

@@ -258,6 +258,7 @@ def test_a_compressed_folder_is_kept_decompressed_in_the_cache(tmp_path, ours, m
 # --- from a store ---
 
 
+@pytest.mark.slow
 def test_many_shards_in_a_store_are_adopted_from_four_of_them(tmp_path, in_store, monkeypatch, capsys):
     folder = write(tmp_path / "theirs", THEIRS, num=250, size_limit=2 * len(picture(0)), compression="zstd:1")
     remote = in_store(folder, "adopt")

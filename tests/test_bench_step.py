@@ -21,6 +21,7 @@ def threads(same_number_of_threads):
     """The command sets them."""
 
 
+@pytest.mark.slow
 def test_after_some_steps_the_weights_of_the_plain_loop_are_ours():
     """With gradients that are clipped, and images that are encoded in the step."""
     config = step.StepConfig(preset="tiny", image_size=32, batch_size=2, clip_norm=0.01)
@@ -38,6 +39,7 @@ def test_after_some_steps_the_weights_of_the_plain_loop_are_ours():
     assert most_apart(theirs) < 1e-5
 
 
+@pytest.mark.slow
 def test_contestants_that_compute_something_else_leave_no_record(tmp_path, monkeypatch, capsys):
     plain = step.PlainLoop.loss
     monkeypatch.setattr(step.PlainLoop, "loss", lambda self: 1.01 * plain(self))

@@ -62,6 +62,7 @@ def run(folder: Path, name: str, *words: str) -> int:
     return benchmark.main([*TINY_RUN, *own, *words])
 
 
+@pytest.mark.slow
 def test_a_model_an_optimizer_and_an_algorithm_from_outside_train_and_resume_bit_for_bit(tmp_path, capsys):
     for name, text in {"my_dit": (EXAMPLES / "my_dit.py").read_text(), "counter": COUNTER, "odd": ODD}.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -148,6 +149,7 @@ def test_a_family_whose_step_raises_is_named_with_its_line_before_the_run_begins
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_what_would_be_wrong_without_a_word_ends_the_run(tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
     for name, word, message in (

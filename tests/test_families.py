@@ -125,6 +125,7 @@ Wan's image to video has 2.1 billion more for the states of its first frame, in 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "variant"), PARAMETERS)
 def test_full_networks_have_the_published_numbers_of_parameters(name, variant):
     family, (denoiser, encoders) = load_family(name, "full", variant), PARAMETERS[name, variant]

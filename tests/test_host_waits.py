@@ -27,6 +27,7 @@ def steps(monkeypatch, tmp_path, *words: str, trainer: str = "Trainer") -> HostW
     return waits
 
 
+@pytest.mark.slow
 def test_a_step_waits_in_none_of_our_code(monkeypatch, tmp_path):
     words = ["--use_synth_data", "--use_ema", "optimizer.clip_norm=1", "device_train_microbatch_size=4"]
     waits = steps(monkeypatch, tmp_path, *words)

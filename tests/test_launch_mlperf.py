@@ -42,6 +42,7 @@ def in_the_checkout(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SYSTEMS, ids=lambda path: path.name)
 def test_a_systems_file_says_nodes_gpus_and_batch_and_its_recipe_has_that_batch(path):
     given = variables_of(path)
@@ -53,6 +54,7 @@ def test_a_systems_file_says_nodes_gpus_and_batch_and_its_recipe_has_that_batch(
     assert read(train[1:2]).global_batch_size == math.prod(numbers)
 
 
+@pytest.mark.slow
 def test_a_submissions_variables_become_words_and_words_count_last(tmp_path):
     given = variables_of(ROOT / "launch/config_DGXH100_01x08x32.sh")
     given |= {"SEED": "7", "NEMOLOGS": "/runs", "CONFIG_MAX_STEPS": "100", "BASE_LR": "2.5e-7", "WARMUP_STEPS": "0"}

@@ -89,6 +89,7 @@ def test_a_new_adapter_changes_nothing_and_then_it_alone_is_trained(name, varian
     assert all(torch.equal(tensor, before[n]) for n, tensor in base_of(model).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "variant"), TRAINED)
 def test_a_base_in_bf16_gives_the_loss_and_gradients_of_one_that_autocast_casts(name, variant):
     """Norms stay as they are, and everything else autocast would have rounded in the same way."""
@@ -108,6 +109,7 @@ def test_a_base_in_bf16_gives_the_loss_and_gradients_of_one_that_autocast_casts(
         assert (one.grad - two.grad).norm() <= 0.05 * two.grad.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "variant", "keys"),
     [*((*member, {}) for member in TRAINED), ("sd2", "sd15", {"targets": ["proj_in", "conv1"]})],

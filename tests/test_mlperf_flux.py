@@ -424,6 +424,7 @@ def test_a_log_without_validation_or_target_is_refused(stages, tmp_path):
     assert second.startswith("mlperf.enabled: true, but nothing is validated. Give the held-out stage")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ruleset", FLUX.rulesets)
 def test_the_checker_of_reference_points_passes_ten_of_the_references_own_and_refuses_ten_that_are_too_fast(
     tmp_path, ruleset

@@ -131,6 +131,7 @@ def test_dropped_captions_become_the_empty_caption_and_the_others_stay():
     torch.testing.assert_close(condition["text"][~dropped], kept[~dropped])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stored_text_states_are_the_encoded_ones_rounded_to_float16_with_their_dropout(precision):
     model = tiny(precision, caption_dropout=0.5)

@@ -139,6 +139,7 @@ def test_videos_are_those_of_diffusers_pipeline(tiny, monkeypatch):
     assert made.shape == theirs.shape == (2, 3, 9, 32, 48) and float((made - theirs).abs().max()) < 2e-5
 
 
+@pytest.mark.slow
 def test_the_shipped_video_vae_keeps_motion_and_its_constants_are_those_of_its_file():
     folder = networks.WEIGHTS / "video_vae"
     told, config = (json.loads((folder / name).read_text()) for name in ("quality.json", "config.json"))

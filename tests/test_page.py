@@ -333,6 +333,7 @@ def test_values_that_are_not_finite_are_left_out(tmp_path):
     assert "nan" not in text.lower().replace("finance", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, "text", [], {}, True, -1, 1e308], ids=str)
 def test_odd_values_in_a_record_give_a_page(tmp_path, value):
     lines = [dict.fromkeys(window(0), value) | {"batch": 1}]

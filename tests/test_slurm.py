@@ -42,6 +42,7 @@ def both(words: list[str], *options: str) -> tuple[list[str], str, str]:
 # --- what needs no training ---
 
 
+@pytest.mark.slow
 def test_a_container_without_an_image_or_without_pyxis_is_refused(cluster):
     """Pyxis cannot be had here, so that a container itself was never started."""
     given = dict(script="launch/slurm_container.sbatch")
@@ -53,6 +54,7 @@ def test_a_container_without_an_image_or_without_pyxis_is_refused(cluster):
     assert said.startswith("slurm: srun of this cluster has no --container-image: Pyxis is not installed.")
 
 
+@pytest.mark.slow
 def test_a_job_without_requeue_says_what_that_means_and_a_folder_of_one_node_is_refused(cluster):
     said = cluster.refused(*both(["yamls/shapes.yaml"], "--no-requeue"), LOGDIR="/dev/shm/logs")
     text = "this job was submitted without --requeue: when a node is lost, a rank dies or the time is up it ends"

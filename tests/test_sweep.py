@@ -262,6 +262,7 @@ def num_lines(path: Path) -> int:
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
+@pytest.mark.slow
 def test_however_a_run_ends_it_is_a_row_and_the_others_continue(tmp_path, folder, stand_in, capsys):
     does = {1: "crash", 2: "hang", 3: "oom", 4: "refused", 5: "killed"}
     assert stand_in("matrix: {seed: [1, 2, 3, 4, 5, 6]}\nlimit_sec: 20\n", does, "limit_sec=3", whole=True) == 1
@@ -289,6 +290,7 @@ def test_however_a_run_ends_it_is_a_row_and_the_others_continue(tmp_path, folder
     assert not [p for p in psutil.process_iter(["cmdline"]) if program in (p.info["cmdline"] or [])]
 
 
+@pytest.mark.slow
 def test_a_call_runs_what_has_no_row_and_repeats_only_what_it_is_asked_to(folder, stand_in):
     text, lines, once = "matrix: {seed: [1, 2, 3]}\n", folder / "sweep.jsonl", {f"seed-{seed}": 1 for seed in (1, 2, 3)}
     assert stand_in(text, {2: "crash", 3: "killed"}) == 1
