@@ -5,13 +5,16 @@ Tests that kill whole commands are in tests/test_resume.py.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import gc
 import json
 import os
+import re
 import shutil
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -24,8 +27,9 @@ from filelock import FileLock
 
 import benchmark
 from callbacks.run_record import RunRecord
+from callbacks.throughput import CLOCKS
 from checkpointing import files
-from checkpointing.callback import STOP_SIGNALS
+from checkpointing.callback import STOP_SIGNALS, Checkpointer
 from checkpointing.content import Progress
 from checkpointing.files import FULL, WEIGHTS, file_stem, find_newest, list_checkpoints, read_checkpoint
 from checkpointing.resume import RunState
@@ -33,6 +37,7 @@ from common.command_line import parse_command_line
 from common.errors import ConfigError
 from config import flatten, load
 from reports import page
+from run_folder.files import read_config
 from training.config import ALIASES, RunConfig, resolve
 from training.optimizer import ScheduleConfig
 from training.start import identity_of
@@ -364,3 +369,56 @@ def test_a_signal_ends_the_run_at_the_next_batch_edge_with_a_checkpoint(words_of
     # A start's first two batches are not measured, here 6 and 7, nor is 8, in the same window as 7.
     one, two = summary_of(tmp_path / "a"), summary_of(whole / "whole")
     assert (one["warmup_batches"], one["windows"], two["warmup_batches"], two["windows"]) == (5, 2, 2, 4)
+
+
+@pytest.mark.long
+def test_the_wall_figure_has_all_starts_and_what_a_restart_costs(words_of, tmp_path, monkeypatch, capsys):
+    """Killed after its checkpoint: batches 4 and 5 are trained again, and their time counts twice."""
+    words = words_of(tmp_path, "a", "max_duration=8ba", "measure.window_batches=1")
+
+    def save_and_die(self, state, logger, save=Checkpointer.batch_checkpoint):
+        save(self, state, logger)
+        if state.timestamp.batch.value == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunRecord, "clock_to_end", lambda self: contextlib.nullcontext())
+        patch.setattr(Checkpointer, "batch_checkpoint", save_and_die)
+        main(*words)
+    gc.collect()
+    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
+        file.write('{"schema": 1, "ba')  # killed while it wrote
+    assert benchmark.main(words, began=time.time() - 50.0) == 0  # as a process that was 50 s in building
+    summary = summary_of(tmp_path / "a")
+    lines, cut, starts = (lines_of(tmp_path / "a" / f"{name}.jsonl") for name in ("metrics", "metrics.cut", "starts"))
+    assert [line["batch"] for line in cut] == [4, 5] and [line["start"] for line in lines] == [1] * 3 + [2] * 5
+    assert [(start["start"], start["batch"]) for start in starts] == [(1, 0), (2, 3)]
+    assert len({start["run_id"] for start in starts}) == 1
+    assert (summary["batches"], summary["starts"]) == (8, 2)
+    first, second = cut[-1]["start_sec"], starts[1]["seconds"]
+    assert sum(line[f"{clock}_sec"] for line in [*lines[:3], *cut] for clock in CLOCKS) <= first
+    assert 50.0 < lines[-1]["start_sec"] < second
+    figures = [summary[key] for key in ("wall_seconds", "images_per_sec_wall", "device_hours")]
+    assert figures == pytest.approx([first + second, 64 / (first + second), (first + second) / 3600], rel=1e-5)
+    # A price is reported, changes nothing else, and may be given to a run that has ended.
+    assert main(*words, "cost.per_device_hour=3600") == 0
+    assert summary_of(tmp_path / "a") == {**summary, "cost": pytest.approx(3600 * summary["device_hours"], rel=1e-5)}
+    assert re.search(r" cost=[\d.]+\n$", capsys.readouterr().out)
+    assert read_config(tmp_path / "a")["cost.per_device_hour"] == 3600.0
+
+
+@pytest.mark.long
+def test_a_record_that_lost_its_history_is_reported_at_the_start_and_in_every_summary(words_of, tmp_path, capsys):
+    folder = tmp_path / "a"
+    assert main(*words_of(tmp_path, "a")) == 0
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[1])
+    (folder / "starts.jsonl").unlink()
+    capsys.readouterr()
+    assert main(*words_of(tmp_path, "a", "max_duration=6ba")) == 0
+    output = capsys.readouterr().err
+    assert f"run_name: {folder}/starts.jsonl has 0 of 1 starts: it was cut" in output
+    assert f"run_name: {folder}/metrics.jsonl has 1 of 2 lines: it was cut" in output
+    assert main(*words_of(tmp_path, "a", "max_duration=8ba")) == 0  # later starts do not forget it
+    assert summary_of(folder)["history_lost"] == ["metrics.jsonl", "starts.jsonl"]
+    assert summary_of(folder)["images_per_sec_wall"] is None
