@@ -110,7 +110,7 @@ audit: $(CHECKS)/whole  ## known faults of the locked packages; asks PyPI
 define both_halves
 @unset $$(git rev-parse --local-env-vars); export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; said=$$(mktemp); own=$$(mktemp -d); failed=; apart=; \
   ! unshare -m mount -t tmpfs tmpfs /dev/shm 2>$$said || apart=--apart; \
-  half() { $(PY) -m pytest -q -m "$(1)" $$apart "$$@"; }; export -f half; export apart; \
+  half() { $(PY) -m pytest -q --durations=20 -m "$(1)" $$apart "$$@"; }; export -f half; export apart; \
   $${apart:+env TMPDIR=$$own unshare -m} bash -c 'test -z "$$apart" || mount -t tmpfs tmpfs /dev/shm && half --part=2' >$$said 2>&1 & \
   half --part=1 || failed=1; \
   wait $$! || failed=1; cat $$said; rm $$said; test -z "$$failed"; rm -rf $$own

@@ -164,7 +164,6 @@ def whole(words_of, tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_a_run_keeps_its_newest_full_checkpoints_and_all_its_snapshots(whole):
     folder = whole / "whole" / "checkpoints"
     assert [int(path.name[7:19]) for path in list_checkpoints(folder, FULL)] == [10, 9]
