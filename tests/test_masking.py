@@ -267,7 +267,7 @@ def test_the_client_logs_in_with_a_password_that_no_longer_stands_in_the_address
     assert (tmp_path / "copy").read_text() == "what it holds"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600, func_only=True)
 def test_a_whole_run_that_is_resumed_holds_no_secret_and_prints_none(miniature, by_password, tmp_path, capsys):
     """Two starts from a store with a password: as it was typed, and behind a variable. Every file and line is searched."""

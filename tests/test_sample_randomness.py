@@ -223,7 +223,7 @@ def test_a_key_for_which_a_dataset_has_no_column_is_refused_with_the_command_tha
 # --- whole runs ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(200, func_only=True)
 def test_runs_from_mirrored_moments_and_stored_text_resume_bit_for_bit(miniature, tmp_path, capsys):
     made, keys = tmp_path / "moments", ["model.family=shapes", "image_size=32", "store_text=true", "flip=true"]

@@ -96,7 +96,7 @@ def test_a_snapshot_of_shared_weights_is_one_file_as_always(runs):
         torch.testing.assert_close(section(one), section(other), atol=TOLERANCE, rtol=0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(500, func_only=True)
 def test_every_familys_gradients_are_those_of_the_whole_network(tmp_path):
     """Also recomputed, compiled block by block, and in bfloat16, where the last digits of a sum differ."""

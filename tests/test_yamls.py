@@ -140,7 +140,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("words", RECIPES)
 def test_every_recipe_takes_two_steps(words, places, runs, monkeypatch):
     """The header's own command in the tiny preset, on a CPU: real data, encoders and start from an LDM checkpoint.
