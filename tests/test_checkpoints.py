@@ -297,7 +297,6 @@ MISFITS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("message", MISFITS)
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(words_of, begun, capsys, message):
     path = list_checkpoints(begun / "a" / "checkpoints", FULL)[0]

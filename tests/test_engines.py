@@ -207,7 +207,8 @@ def test_short_shards_on_two_nodes_of_which_one_dies_are_those_of_one_machine(no
     [last] = printed.out.splitlines()
     again = r"ray: part-0000\d: its worker or its node died \(Actor\w+Error\)\. It is tried again\.\n"
     assert last.startswith("found ") and re.search(again, printed.err)
-    assert not re.sub(again, "", printed.err).replace("5 parts", "").count("ray")
+    waiting = r"ray: no worker has started yet[^\r\n]*"  # on a busy machine
+    assert "ray" not in re.sub(f"{again}|{waiting}|5 parts", "", printed.err)
 
 
 def ending(folder: Path) -> Callable[[int], str]:
