@@ -1,7 +1,6 @@
 """Representation alignment: states inside the denoiser learn what a frozen image encoder says of the clean image.
 
     algorithms=["algorithms.repa:Repa(encoder='facebook/dinov2-base', depth=8)"]
-    algorithms=["algorithms.repa:Repa(encoder='facebook/dinov2-base', depth=8, spatial=true)"]
 
 With the features y_n (E) of the image's patches, the states h_n (D) of its tokens after `depth` blocks, and a projection p
 that is trained with the network:
@@ -31,6 +30,7 @@ from composer import Algorithm, Event, Logger, State
 from composer.utils import dist
 from torch import Tensor, nn
 
+from common.errors import ConfigError
 from families.block_inputs import change_inputs
 from families.spec import Family, transformer_blocks
 from weights.image_features import ImageFeatures
@@ -51,7 +51,8 @@ class Repa(Algorithm):
         until_images: the term is left out after so many; None: never.
 
     Raises:
-        ValueError: an argument is outside; the encoder is not that of the checkpoint; its patches are not the tokens.
+        ValueError: an argument is outside.
+        ConfigError: the encoder cannot be loaded, or is another one than before; only a part of the tokens is there.
     """
 
     def __init__(
@@ -62,8 +63,16 @@ class Repa(Algorithm):
         spatial: bool = False,
         until_images: int | None = None,
     ):
-        if not weight > 0.0 or depth < 1:
-            raise ValueError(f"weight is {weight}, depth is {depth}. Possible: a weight above 0, a depth of 1 or more")
+        is_limit = until_images is None or (type(until_images) is int and until_images >= 1)
+        for key, value, fits, possible in (
+            ("encoder", encoder, isinstance(encoder, str), "a folder or a name on the hub"),
+            ("depth", depth, type(depth) is int and depth >= 1, "an integer from 1"),
+            ("weight", weight, type(weight) in (int, float) and 0.0 < weight < math.inf, "a number above 0"),
+            ("spatial", spatial, type(spatial) is bool, "true, false"),
+            ("until_images", until_images, is_limit, "null, or an integer from 1"),
+        ):
+            if not fits:
+                raise ValueError(f"{key} is {value!r}. Possible: {possible}")
         self.name, self.depth, self.weight = encoder, depth, weight
         self.is_spatial, self.until_images = spatial, until_images
         self.projection: nn.Module | None = None
@@ -96,12 +105,15 @@ class Repa(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         model: Any = getattr(state.model, "module", state.model)  # without DDP
         if event == Event.FIT_START:
-            self.encoder = ImageFeatures(self.name).to(model.device)
+            try:
+                self.encoder = ImageFeatures(self.name).to(model.device)
+            except Exception as error:  # transformers raises errors of many types
+                text = f"algorithms: repa: {self.name} cannot be loaded ({type(error).__name__}: {error})"
+                raise ConfigError([f"{text}. Copy the folder again, or give another encoder."]) from error
             if self._saved and self._saved["encoder"] != fingerprint(self.encoder):
-                raise ValueError(
-                    f"algorithms: repa: {self.name} is not the encoder that the checkpoint was trained with."
-                )
-            change_inputs(transformer_blocks(model.denoiser)[self.depth], self._read)
+                text = f"algorithms: repa: {self.name} is not the encoder that the checkpoint was trained with"
+                raise ConfigError([f"{text}. Give that one."])
+            change_inputs(transformer_blocks(model.denoiser)[self.depth], self._read, first=True)
         elif self.until_images is not None and state.timestamp.sample.value >= self.until_images:
             self._states = None
         elif event == Event.AFTER_LOSS:
@@ -109,19 +121,22 @@ class Repa(Algorithm):
             if self.projection is None:
                 self._build(self._states.shape[-1], state.rank_zero_seed, model.device)
             images = images_of(model, state.batch)
-            state.loss = state.loss - self.weight * self.alignment(self._states, images)
+            side = model.family.side_multiple or model.family.pixels_per_latent  # of a token, px
+            state.loss = state.loss - self.weight * self.alignment(self._states, images, side)
             self._states = None
         else:
             self._step(state.optimizers[0].param_groups[0]["lr"])
 
-    def alignment(self, states: Tensor, images: Tensor) -> Tensor:
-        """Return the mean cosine of the batch, a scalar, of states (B, N, D) and images (B, 3, H, W) in [0, 1]."""
-        rows = math.isqrt(states.shape[1] * images.shape[-2] // images.shape[-1])
-        columns = states.shape[1] // max(1, rows)
+    def alignment(self, states: Tensor, images: Tensor, side: int) -> Tensor:
+        """Return the mean cosine of the batch, a scalar, of states (B, N, D) and images (B, 3, H, W) in [0, 1].
+
+        Args:
+            side: of the square of an image that is a token, px.
+        """
+        rows, columns = (length // side for length in images.shape[-2:])
         if rows * columns != states.shape[1]:
-            sides = f"{images.shape[-1]} x {images.shape[-2]} px"
-            text = f"algorithms: repa: {states.shape[1]} tokens enter block {self.depth} for an image of {sides}"
-            raise ValueError(f"{text}. With token routing, give a depth up to where the route starts.")
+            text = f"algorithms: repa: {states.shape[1]} of {rows * columns} tokens enter block {self.depth}"
+            raise ConfigError([f"{text}. With token routing, give a depth up to where the route starts."])
         assert self.projection is not None
         with torch.autocast(states.device.type, enabled=False):
             features = self.encoder(images, rows, columns)  # (B, N, E)

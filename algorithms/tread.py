@@ -34,8 +34,10 @@ class Tread(Algorithm):
     """Routes `rate` of the image tokens past the denoiser's blocks [start, end), which count as in a Python slice."""
 
     def __init__(self, rate: float = 0.5, start: int = 2, end: int = -4):
-        if not 0.0 <= rate < 1.0:
-            raise ValueError(f"rate: {rate}. Possible: from 0, below 1")
+        if type(rate) is not float or not 0.0 < rate < 1.0:
+            raise ValueError(f"rate is {rate!r}. Possible: a number above 0 and below 1")
+        if type(start) is not int or type(end) is not int:
+            raise ValueError(f"start is {start!r}, end is {end!r}. Possible: integers")
         self.rate, self.start, self.end = rate, start, end
         self.route: Route | None = None
 

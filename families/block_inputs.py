@@ -17,14 +17,18 @@ from torch import nn
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def change_inputs(block: nn.Module, change: Change) -> None:
-    """In training, let a block receive what `change` returns for its arguments by name; several changes in their order."""
+def change_inputs(block: nn.Module, change: Change, *, first: bool = False) -> None:
+    """In training, let a block receive what `change` returns for its arguments by name.
+
+    Args:
+        first: it comes before the block's other changes, which come in their order.
+    """
     watched: Any = block
     if not hasattr(watched, "input_changes"):
         kind: Any = type(block)
         watched.__class__ = changed_class(kind)
         watched.input_changes = []
-    watched.input_changes.append(change)
+    watched.input_changes.insert(0 if first else len(watched.input_changes), change)
 
 
 @functools.cache

@@ -163,6 +163,10 @@ def _algorithm_problems(algorithms: list[Any], model: ModelConfig, keys: dict[st
     family = load_family(model.family, model.preset, model.variant)
     for plugin in asked:
         try:
+            plugin.check(object)
+        except ValueError:
+            continue  # its arguments do not fit, which another check says
+        try:
             algorithm: Any = plugin.build(object)
         except ValueError as error:
             yield Problem(str(error), ("algorithms",))

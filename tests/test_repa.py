@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoImageProcessor, BitImageProcessor, Dinov2Config, Di
 
 import benchmark
 from algorithms.repa import Repa
+from common.errors import ConfigError
 from weights.image_features import ImageFeatures
 
 FLOW = ["model.family=shapes", "model.variant=flow", "data.synthetic=true", "image_size=32", "ema.enabled=true"]
@@ -61,7 +63,7 @@ def test_the_term_and_its_gradient_are_those_of_the_formula(spatial):
         center = repa.projection.weight.zero_()[:, :, 1, 1] if spatial else repa.projection.weight
         center.copy_(weight)
     states.requires_grad_()
-    term = repa.alignment(states, torch.zeros(2, 3, 16, 24))
+    term = repa.alignment(states, torch.zeros(2, 3, 16, 24), 8)
     term.backward()
     y, p = features.double(), states.detach().double() @ weight.double().T
     if spatial:
@@ -74,8 +76,21 @@ def test_the_term_and_its_gradient_are_those_of_the_formula(spatial):
 
 
 def test_fewer_tokens_than_the_image_has_are_refused():
-    with pytest.raises(ValueError, match="up to where the route starts"):
-        Repa("none").alignment(torch.zeros(1, 7, 4), torch.zeros(1, 3, 32, 32))
+    with pytest.raises(ConfigError, match="4 of 16 tokens enter block 8. .* up to where the route starts"):
+        Repa("none").alignment(torch.zeros(1, 4, 4), torch.zeros(1, 3, 32, 32), 8)
+
+
+@pytest.mark.slow
+def test_routing_and_alignment_go_together_in_either_order_up_to_the_route(tmp_path, capsys):
+    tread = "algorithms.tread:Tread(start=1, end=-1)"
+    keys = [*TINY_RUN, *FLOW, "model.preset=full", "max_duration=2ba", "save.every_images=16", f"run_folder={tmp_path}"]
+    repa = f"algorithms.repa:Repa(encoder='{CLIP}', depth=1)"
+    for name, order in (("a", [tread, repa]), ("b", [repa, tread])):
+        assert benchmark.main([*keys, f"run_name={name}", f"algorithms={json.dumps(order)}"]) == 0
+    assert same_training(newest(tmp_path, "a"), newest(tmp_path, "b"))
+    inside = json.dumps([tread, repa.replace("depth=1", "depth=2")])
+    assert benchmark.main([*keys, "run_name=c", f"algorithms={inside}"]) == 2
+    assert "repa: 8 of 16 tokens enter block 2. With token routing," in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -123,6 +138,12 @@ def test_sharded_weights_are_trained_as_whole_ones(tmp_path):
         ),
         ([word("no/folder/here")], "no encoder no/folder/here"),
         ([word("families/shapes_weights/vae")], "no encoder families/shapes_weights/vae"),
+        ([word(depth=1.5)], "depth is 1.5. Possible: an integer from 1"),
+        ([word(more=", spatial='no'")], "spatial is 'no'. Possible: true, false"),
+        ([word(more=", until_images=0")], "until_images is 0. Possible: null, or an integer from 1"),
+        ([word(more=", weight=1e999")], "weight is inf. Possible: a number above 0"),
+        (["algorithms=['algorithms.tread:Tread(rate=0.0)']"], "rate is 0.0. Possible: a number above 0 and below 1"),
+        (["algorithms=['algorithms.tread:Tread(end=1.5)']"], "start is 2, end is 1.5. Possible: integers"),
         (["algorithms=['algorithms.repa:Repa']"], "missing a required argument: 'encoder'"),
     ],
 )

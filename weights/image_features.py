@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+KNOWN = ("dinov2", "dinov2_with_registers", "dinov3_vit", "clip_vision_model", "siglip_vision_model")
+"""transformers' encoders whose last states are those of an image's patches, after class and register tokens."""
 WITH_FIXED_POSITIONS = ("clip_vision_model", "siglip_vision_model")
 """transformers' encoders that take other sizes only when they are asked to."""
 
@@ -44,8 +46,8 @@ class ImageFeatures(nn.Module):
 
         config = AutoConfig.from_pretrained(name)
         config = getattr(config, "vision_config", config)
-        if not hasattr(config, "patch_size"):
-            raise ValueError(f"a {config.model_type} has no patches")
+        if config.model_type not in KNOWN:
+            raise ValueError(f"a {config.model_type} is none of {', '.join(KNOWN)}")
         return config
 
     @torch.no_grad()
