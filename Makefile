@@ -134,7 +134,7 @@ test-slow: $(STAMP)  ## what CI runs too: a case of each kind of whole run, seve
 	$(MAKE) --no-print-directory test-browser ONLY=short
 	$(MAKE) --no-print-directory test-clouds
 
-test-long: $(STAMP)  ## the further cases of whole runs, which CI leaves out (an hour)
+test-long: $(STAMP)  ## the further cases of whole runs, which CI leaves out
 	$(call both_halves,long)
 
 # Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.5 s of every start.

@@ -340,13 +340,12 @@ class LatentDiffusion(ComposerModel):
                 )
         with torch.autocast(self.device.type, enabled=False):
             parts = latents.split(max(1, DECODE_POSITIONS // latents[0, 0].numel()))
-            images = torch.cat([self.decode_latents(part) for part in parts])
-        return ((images + 1.0) / 2.0).clamp(0.0, 1.0)
+            return torch.cat([self.decode_latents(part) for part in parts])
 
-    def decode_latents(self, latents: Tensor) -> Tensor:  # (B, C, h, w) -> (B, 3, H, W)
-        """Run the VAE's decoder on its device."""
-        on = latents.to(self.encoders.device)
-        return self.family.decode_latents(self.encoders.modules, on).to(self.device).float()
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        """Run the VAE's decoder on its device: (B, C, h, w) -> (B, 3, H, W) float32 in [0, 1], on the model's."""
+        images = self.family.decode_latents(self.encoders.modules, latents.to(self.encoders.device))
+        return ((images.to(self.device).float() + 1.0) / 2.0).clamp(0.0, 1.0)
 
     def _condition_of(self, text: Mapping[str, Tensor], noise: Tensor, guidance: float) -> dict[str, Tensor]:
         """Return what the network receives in addition to the latents, in generating; unconditional rows first, if any."""

@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from common.errors import ConfigError
 from families.block_inputs import change_inputs
 from families.spec import Family, transformer_blocks
+from model import normalize_images
+from weights.hub import summarize_error
 from weights.image_features import ImageFeatures
 from weights.tensors import build_on_meta, fingerprint
 
@@ -56,12 +58,7 @@ class Repa(Algorithm):
     """
 
     def __init__(
-        self,
-        encoder: str,
-        depth: int = 8,
-        weight: float = 0.5,
-        spatial: bool = False,
-        until_images: int | None = None,
+        self, encoder: str, depth: int = 8, weight: float = 0.5, spatial: bool = False, until_images: int | None = None
     ):
         is_limit = until_images is None or (type(until_images) is int and until_images >= 1)
         for key, value, fits, possible in (
@@ -75,6 +72,7 @@ class Repa(Algorithm):
                 raise ValueError(f"{key} is {value!r}. Possible: {possible}")
         self.name, self.depth, self.weight = encoder, depth, weight
         self.is_spatial, self.until_images = spatial, until_images
+        self.encoder: ImageFeatures
         self.projection: nn.Module | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._states: Tensor | None = None  # (B, N, D) of this microbatch's tokens
@@ -95,8 +93,8 @@ class Repa(Algorithm):
         try:
             ImageFeatures.read_config(self.name)
         except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            return f"repa: no encoder {self.name} ({reason}). Give a folder of transformers, or its name on the hub."
+            text = f"repa: no encoder {self.name} ({summarize_error(error)})"
+            return f"{text}. Give a folder of transformers, or its name on the hub."
         return None
 
     def match(self, event: Event, state: State) -> bool:
@@ -108,9 +106,10 @@ class Repa(Algorithm):
             try:
                 self.encoder = ImageFeatures(self.name).to(model.device)
             except Exception as error:  # transformers raises errors of many types
-                text = f"algorithms: repa: {self.name} cannot be loaded ({type(error).__name__}: {error})"
+                text = f"algorithms: repa: {self.name} cannot be loaded ({summarize_error(error)})"
                 raise ConfigError([f"{text}. Copy the folder again, or give another encoder."]) from error
-            if self._saved and self._saved["encoder"] != fingerprint(self.encoder):
+            self._fingerprint = fingerprint(self.encoder)
+            if self._saved and self._saved["encoder"] != self._fingerprint:
                 text = f"algorithms: repa: {self.name} is not the encoder that the checkpoint was trained with"
                 raise ConfigError([f"{text}. Give that one."])
             change_inputs(transformer_blocks(model.denoiser)[self.depth], self._read, first=True)
@@ -183,7 +182,7 @@ class Repa(Algorithm):
         if self.projection is None or self._optimizer is None:
             return dict(self._saved)
         states = {"projection": dict(self.projection.state_dict()), "optimizer": self._optimizer.state_dict()}
-        return {"encoder": fingerprint(self.encoder), **states}
+        return {"encoder": self._fingerprint, **states}
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
         self._saved = state
@@ -192,8 +191,8 @@ class Repa(Algorithm):
 def images_of(model: Any, batch: Any) -> Tensor:  # -> (B, 3, H, W) in [0, 1]
     """Return a batch's images, or what the VAE makes of their moments."""
     if (images := batch.get("images")) is not None:
-        return images if images.is_floating_point() else images.float() / 255.0
+        return normalize_images(images, "unit")
     with torch.no_grad():
         moments = batch["moments"].float()
         latents = model.family.sample_latents(moments, torch.zeros_like(batch["posterior_noise"]))
-        return ((model.decode_latents(latents) + 1.0) / 2.0).clamp(0.0, 1.0)
+        return model.decode_latents(latents)

@@ -82,6 +82,7 @@ class Route:
         self.kept: Tensor | None = None  # their indices, sorted; None: not chosen yet
         self._generator: torch.Generator | None = None
         self._whole: Tensor | None = None  # (B, S, D), what entered the route; None: outside it, or nothing is routed
+        self._selected: dict[str, tuple[Any, Any]] = {}  # argument -> what the blocks are given, its part for `kept`
 
     def install(self, blocks: Sequence[nn.Module], start: int, end: int) -> None:
         """Change what the blocks of the route and the one after it receive."""
@@ -113,7 +114,10 @@ class Route:
         """Return a block's arguments, those of `token_arguments` for the kept tokens alone."""
         if self._whole is None:
             return arguments
-        return arguments | {name: self._select(arguments[name], dim) for name, dim in self.token_arguments.items()}
+        for name, dim in self.token_arguments.items():
+            if name not in self._selected or self._selected[name][0] is not arguments[name]:
+                self._selected[name] = (arguments[name], self._select(arguments[name], dim))
+        return arguments | {name: self._selected[name][1] for name in self.token_arguments}
 
     def leave(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the block after the route, with all tokens."""
@@ -121,7 +125,7 @@ class Route:
             return arguments
         assert self.kept is not None
         tokens, whole = arguments["hidden_states"], self._whole
-        self._whole = None
+        self._whole, self._selected = None, {}
         return arguments | {"hidden_states": whole.to(tokens.dtype).index_copy(1, self.kept, tokens)}
 
     def _select(self, value: Any, dim: int) -> Any:

@@ -4,7 +4,6 @@
     python -m tests.faults only=kill_rank_0_checkpoint,twice_mid_epoch out=none
 
 only=ROW,...                       some of the rows (rows.py); default all
-jobs=1                             rows at once; two ranks a row
 slack=1                            times the limits of all waits
 out=reports/results/faults.json    the record, which keeps rows that are not run; faults.csv next to it; none: no file
 
