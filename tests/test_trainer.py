@@ -30,7 +30,7 @@ def losses_of(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_weights_losses_and_average_are_those_of_composers_trainer_to_the_bit(tmp_path):
-    """Also where Composer's trainer continues a run of the other one. On two ranks: tests/test_stop_signals.py."""
+    """Also where Composer's trainer continues a run of the other one. Two ranks: below."""
     more = ["precision=bf16", "optimizer.clip_norm=0.5", *CHECKPOINTS, "max_duration=5ba"]
     assert benchmark.main(words(tmp_path, "plain", *more)) == 0
     assert benchmark.main(words(tmp_path, "async", *more, "async_loss=true")) == 0

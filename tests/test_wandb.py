@@ -12,7 +12,7 @@ from wandb_file import offline
 
 @pytest.mark.long
 def test_a_resumed_run_keeps_its_id_and_its_offline_files_have_each_batch_once(tmp_path):
-    """The client's `wandb sync` sends both files to that one run."""
+    """With one id, `wandb sync` makes one run of both files."""
     folder, nobody = tmp_path / "logged", {"NETRC": f"{tmp_path}/none", "WANDB_CONFIG_DIR": f"{tmp_path}/none"}
     words = [*TINY_RUN, "--use_synth_data", f"run_folder={tmp_path}", "run_name=logged", "save.every_images=8"]
     for end in ("4ba", "8ba"):
