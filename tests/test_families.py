@@ -302,9 +302,10 @@ def test_a_run_on_videos_resumes_bit_for_bit(name, variant, tmp_path, capsys):
 
 @pytest.mark.long
 @pytest.mark.timeout(200, func_only=True)
-def test_moments_and_stored_text_are_made_of_images_and_trained_on(image_run, stage, tmp_path):
+@pytest.mark.parametrize(("name", "variant"), TRAINED)
+def test_moments_and_stored_text_are_made_of_images_and_trained_on(name, variant, stage, tmp_path):
     """The first losses from images, from moments and from stored states differ only by float16's rounding."""
-    _, words, runs = image_run
+    words = [*RUN, f"model.family={name}", f"model.variant={variant}", f"run_folder={tmp_path}"]
     model = [word for word in words if word.startswith(("model.", "image_size="))]
     plain = ["objective.caption_dropout=0", "data.posterior=mean", "max_duration=1ba", "ema.enabled=false"]
     plain += ["save.every_images=0", "ema.decay=null", "data.shuffle=false"]
@@ -317,5 +318,5 @@ def test_moments_and_stored_text_are_made_of_images_and_trained_on(image_run, st
     ):
         own = [f"data.stage={kind}", f"data.remote={at}", f"data.text={text}", f"run_name={kind}-{text}"]
         assert benchmark.main([*words, *plain, *own]) == 0
-        first.append(lines(runs / f"{kind}-{text}")[0]["loss"])
+        first.append(lines(tmp_path / f"{kind}-{text}")[0]["loss"])
     assert first == pytest.approx([first[0]] * 3, rel=2e-3)
