@@ -138,7 +138,7 @@ test-long: $(STAMP)  ## the further cases of whole runs, which CI leaves out
 	$(call both_halves,long)
 
 # Beside the environment, not in it: diffusers imports torchao wherever it is installed, which took 3.5 s of every start.
-test-8bit: $(STAMP)  ## optimizer.states=8bit on a CPU, with torchao, which is installed beside the environment for them
+test-8bit: $(STAMP)  ## optimizer.states=8bit against torchao's, which is installed beside the environment for it
 	test -e $(VENV)/$(TORCHAO) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TORCHAO) $(TORCHAO)
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TORCHAO) $(PY) -m pytest -q tests/test_low_memory_adamw_8bit.py
 
@@ -319,10 +319,9 @@ controls-video: $(STAMP)  ## what demo-video is judged by: three seeds, and capt
 study-files: $(addprefix $(SHAPES)/,moments/dataset.json held-out/dataset.json reference.npz prompts.tsv)
 
 study: $(STAMP)  ## the miniature in five kinds of numbers, at two learning rates, with three seeds (an hour and more) -> runs/sweeps/shapes_precision
-	test -e $(VENV)/$(TORCHAO) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TORCHAO) $(TORCHAO)
 	@mkdir -p $(SHAPES)
 	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory -j 2 study-files
-	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV))/$(TORCHAO) $(PY) sweep.py yamls/sweeps/shapes_precision.yaml jobs=2
+	OMP_NUM_THREADS=1 $(PY) sweep.py yamls/sweeps/shapes_precision.yaml jobs=2
 
 gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, from the plain baseline to the full path -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml

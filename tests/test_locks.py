@@ -11,8 +11,6 @@ import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 
-from training.low_memory_adamw import RELEASES
-
 LOCKS = ["requirements.lock", "requirements/newest.lock", "requirements/dev.lock", "requirements/clouds.lock"]
 VERSIONS = ["3.11", "3.12", "3.13"]
 
@@ -77,11 +75,3 @@ def test_the_environment_is_the_lock():
     names = "torch mosaicml mosaicml-streaming diffusers transformers omegaconf numpy pillow wandb".split()  # noqa: SIM905
     here = {name: [importlib.metadata.version(name).split("+")[0]] for name in names}
     assert here in [{name: pins(lock, python)[name] for name in names} for lock in LOCKS[:2]]
-
-
-def test_the_torchao_of_the_makefile_is_that_of_each_sets_torch():
-    [line] = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("TORCHAO")]
-    newest, default = re.findall(r"0\.\d+\.\d+", line)
-    for lock, torchao in zip(LOCKS, (default, newest), strict=False):
-        [torch] = pins(lock, "3.11")["torch"]
-        assert RELEASES[torch.rpartition(".")[0]] == torchao

@@ -1,4 +1,4 @@
-"""training/low_memory_adamw.py with moments in 8 bits, against torchao's own AdamW8bit. `make test-8bit` has torchao."""
+"""training/low_memory_adamw.py with moments in 8 bits, also against torchao's own AdamW8bit. `make test-8bit` has torchao."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from test_low_memory_adamw import network, optimizer_of, train
 from test_memory import bytes_beside
 from torch import nn
 
-from training.low_memory_adamw import BLOCK, BYTES_OF_A_PIECE, NAMES, SMALL, scale_of
+from training.low_memory_adamw import BLOCK, BYTES_OF_A_PIECE, CODES, NAMES, SMALL, code_table, scale_of
 from training.optimizer import OptimizerConfig, build_optimizer
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao: make test-8bit has it"),
-    pytest.mark.timeout(120, func_only=True),
-]
+pytestmark = pytest.mark.timeout(120, func_only=True)
+NEEDS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao: make test-8bit has it")
 SHAPES = ((64, 128), (16, 16, 4, 4), (50, 100), (1000,))
 """Two tensors in 8 bits; one whose numbers are not whole blocks, and a small one."""
 
@@ -27,9 +25,14 @@ def parameters() -> nn.ParameterList:
     return nn.ParameterList([torch.randn(shape) for shape in SHAPES])
 
 
+@NEEDS_TORCHAO
 def test_it_is_torchaos_own(monkeypatch):
     """Torchao's step, not compiled; its codes may be one apart where a value lies between two of them."""
     from torchao.optim import AdamW8bit
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    for signed in (True, False):
+        assert code_table(signed)[:CODES].tolist() == torch.tensor(create_dynamic_map(signed)).tolist()
 
     monkeypatch.setattr(torch, "compile", lambda step, **options: step)
     ours, theirs = parameters(), parameters()
@@ -57,6 +60,19 @@ def test_it_is_torchaos_own(monkeypatch):
                 torch.testing.assert_close(scale, own[name].scale, rtol=1e-4, atol=0.0)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_codes_are_those_of_the_paper(signed):
+    """Dettmers et al. 2022: each decade from 1e-6 to 1 has twice the numbers of the one below; 0 and 1 are exact."""
+    table = code_table(signed)
+    values, borders = table[:CODES].double(), table[CODES:].double()
+    assert (values.diff() > 0).all() and torch.allclose(borders, (values[1:] + values[:-1]) / 2, rtol=1e-6)
+    assert values.max() == 1.0 and (values == 0.0).sum() == 1
+    positive = values[(values > 0.0) & (values < 1.0)]
+    assert torch.equal(positive, -values[values < 0.0].flip(0)) or not signed
+    decades = [((positive > 10.0 ** (d - 7)) & (positive < 10.0 ** (d - 6))).sum().item() for d in range(7)]
+    assert decades == [(1 if signed else 2) * 2**d for d in range(7)]
+
+
 def test_a_moment_takes_a_byte_a_number_and_a_scale_a_block():
     model = network()
     optimizer = optimizer_of(model, "8bit")
@@ -76,7 +92,6 @@ def test_a_step_takes_no_more_beside_the_states_than_is_planned(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_params"])
 def test_a_saved_and_loaded_state_continues_bit_for_bit_in_any_memory_format(dtype):
-    """A checkpoint holds plain tensors: it is read without torchao."""
     whole, stopped, resumed = network(dtype), network(dtype), network(dtype).to(memory_format=torch.contiguous_format)
     train(whole, optimizer_of(whole, "8bit"), range(4))
     optimizer = optimizer_of(stopped, "8bit")

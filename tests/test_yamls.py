@@ -26,7 +26,6 @@ from prepare import latents, shapes, shards
 from prepare.laion.config import LaionConfig
 from prepare.laion.config import check as check_way
 from sweeps.plan import as_word, read_sweep
-from training import low_memory_adamw
 from training.optimizer import ScheduleConfig, lr_multiplier
 
 pytestmark = pytest.mark.timeout(120, func_only=True)
@@ -214,7 +213,6 @@ def test_every_way_from_urls_resolves(path):
 @pytest.mark.parametrize("path", LADDERS, ids=lambda path: path.name)
 def test_every_rung_of_a_ladder_resolves(path, stage, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(low_memory_adamw, "torchao_problem", lambda: None)  # it is beside the environment
     ladder = read_ladder(str(path))
     assert len({rung.name for rung in ladder.rungs}) == len(ladder.rungs)
     for words in {tuple(word for word in (rung.yaml, *rung.keys) if word[:5] != "seed=") for rung in ladder.rungs}:
@@ -226,7 +224,6 @@ def test_every_rung_of_a_ladder_resolves(path, stage, monkeypatch):
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.name)
 def test_every_point_of_a_sweep_resolves_and_its_batch_divides_into_ranks_and_passes(path, stage, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(low_memory_adamw, "torchao_problem", lambda: None)  # it is beside the environment
     sweep = read_sweep([f"yamls/sweeps/{path.name}"])
     seen = {f"seed={seed}" for seed in sweep.axes.get("seed", [])[1:]}
     for values in sweep.points.values():

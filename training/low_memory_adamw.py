@@ -2,15 +2,18 @@
 
     optimizer.states=bf16         both moments in bfloat16                            4 bytes a parameter instead of 8
     optimizer.states=8bit         both as 8-bit codes, a scale for each 256 of them   2 bytes (Dettmers et al. 2022,
-                                  arXiv:2110.02861; torchao's tables and code)
+                                  arXiv:2110.02861)
     precision=bf16_params         weights and gradients in bfloat16                   4 bytes instead of 8
 
 Each step is computed in float32. What is written to bfloat16 is rounded stochastically: with x between the neighbours a < b,
 to b with probability (x - a) / (b - a). So the mean over many steps is right, and a change far below the distance of two
-neighbours is not lost (Zamirai et al. 2020, arXiv:2010.06192). Torchao's 8-bit codes are rounded to the nearest one.
+neighbours is not lost (Zamirai et al. 2020, arXiv:2010.06192). 8-bit codes are rounded to the nearest one.
 
-The random bits of a tensor come from (seed, its step, its index, its part) alone: the same seed gives the same weights, and
-a stopped run resumes bit for bit. Ranks that hold the same part of a tensor draw the same.
+The random bits of a number come from (seed, step, tensor, part, its place) alone: the same seed gives the same weights, and
+a stopped run resumes bit for bit. Ranks that hold the same part of a tensor draw the same. Torchao's AdamW draws from torch's
+generator, whose state differs from rank to rank, so that copies of a weight would drift apart: it is not used.
+
+On a GPU one kernel does a step (training/adamw_kernel.py); here are the same steps in PyTorch's operators, equal bit for bit.
 
 A tensor of fewer than SMALL numbers keeps float32 moments, as in torchao and bitsandbytes. Parameters may be DTensors
 (FSDP2): each rank updates its own part, and the moments are DTensors of the same placement; 8-bit ones are never shared out.
@@ -21,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -33,33 +37,23 @@ if TYPE_CHECKING:
     from training.optimizer import OptimizerConfig
 
 UPDATE = "optimizer.update"  # range of a profile
-SMALL = 4096  # numbers of a tensor; torchao 0.16.0, optim/adam.py
+SMALL = 4096  # numbers of a tensor; as torchao 0.16.0 has it, optim/adam.py
 BLOCK = 256  # numbers that share a scale; the same
 PIECE = 2**23  # numbers that are updated at once: it bounds the memory that a step takes in addition to the states
-BYTES_OF_A_PIECE = {"fp32": 25, "bf16": 25, "8bit": 56}
+CODES = 256
+SMALLEST_SCALE = 1e-12  # of a block of zeros
+GOLDEN = 0x9E3779B9 - 2**32  # 2^32 over the golden ratio: the bits of the weights are others than those of the moments
+BYTES_OF_A_PIECE = {"fp32": 25, "bf16": 31, "8bit": 28}
 """For each number of a piece, by the kind of states: copies in float32, bits, codes."""
 BYTES_OF_STATES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}
 """Of both moments, a number of a tensor that is not small."""
-RELEASES = {"2.10": "0.16.0", "2.11": "0.17.0", "2.15": "0.18.0"}
-"""torch -> the torchao with which tests/test_low_memory_adamw_8bit.py has passed."""
 NAMES = {"exp_avg": True, "exp_avg_sq": False}
 """Names of the moments, as torch has them, and whether they can be negative."""
-
-
-def torchao_problem() -> str | None:
-    """Say that torchao is missing, or None."""
-    if importlib.util.find_spec("torchao") is not None:
-        return None
-    release = RELEASES.get(torch.__version__.rpartition(".")[0], "in the release for this torch")
-    todo = f"pip install --no-deps torchao=={release}, or use optimizer.states=bf16"
-    return f"needs torchao, which is not installed. {todo}."
 
 
 def problems(config: OptimizerConfig, precision: str | None) -> list[tuple[str, str]]:
     """(key, message) for keys of small states that are not possible here, or contradict each other."""
     messages = []
-    if config.states == "8bit" and (text := torchao_problem()):
-        messages.append(("optimizer.states", f"8bit {text}"))
     if config.rounding is not None and config.states != "bf16" and precision != "bf16_params":
         problem = f"{config.rounding}, but nothing is rounded to bf16: precision={precision or 'null'}"
         problem += f", optimizer.states={config.states}"
@@ -99,8 +93,7 @@ class SmallAdamW(torch.optim.Optimizer):
     ):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.states, self.stochastic, self.seed = states, stochastic, seed
-        self._generators: dict[torch.device, torch.Generator] = {}
-        self._codes = _Codes() if states == "8bit" else None
+        self._tables: dict[torch.device, dict[str, Tensor]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -123,10 +116,17 @@ class SmallAdamW(torch.optim.Optimizer):
         state["step"] += 1
         weights, gradients = local_shard(parameter.detach()), local_shard(parameter.grad).reshape(-1)
         flat = weights.reshape(-1)  # a view, or a copy of weights in another memory format
-        generator = self._generator(parameter, index, int(state["step"])) if self.stochastic else None
-        for start in range(0, flat.numel(), PIECE):
-            piece = slice(start, min(start + PIECE, flat.numel()))
-            self._update_piece(flat[piece], gradients[piece].float(), state, piece, group, generator)
+        moments = {key: local_shard(value) for key, value in state.items() if key != "step"}
+        factors = _factors(int(state["step"]), group)
+        keys = self._keys(parameter, index, int(state["step"])) if self.stochastic else None
+        if flat.is_cuda and importlib.util.find_spec("triton") is not None:
+            from training import adamw_kernel
+
+            adamw_kernel.update(flat, gradients, moments, self._tables_on(flat.device), factors, keys)
+        else:
+            for start in range(0, flat.numel(), PIECE):
+                piece = slice(start, min(start + PIECE, flat.numel()))
+                self._update_piece(flat[piece], gradients[piece].float(), moments, piece, factors, keys)
         if not weights.is_contiguous():
             weights.copy_(flat.view(weights.shape))
 
@@ -134,29 +134,29 @@ class SmallAdamW(torch.optim.Optimizer):
         self,
         weights: Tensor,
         gradient: Tensor,
-        state: Mapping[str, Tensor],
+        moments: Mapping[str, Tensor],
         piece: slice,
-        group: Mapping[str, Any],
-        generator: torch.Generator | None,
+        factors: Mapping[str, float],
+        keys: tuple[int, int] | None,
     ) -> None:
-        """Loshchilov & Hutter 2019 (arXiv:1711.05101), algorithm 2, as torch computes it."""
-        step, (beta1, beta2), lr = int(state["step"]), group["betas"], group["lr"]
+        """Loshchilov & Hutter 2019 (arXiv:1711.05101), algorithm 2. Each operator rounds once, as in the kernel."""
         weight = weights.float()
-        mean, square = (self._read(state, name, piece) for name in NAMES)
-        weight.mul_(1 - lr * group["weight_decay"])
-        mean.lerp_(gradient, 1 - beta1)
-        square.lerp_(gradient.square(), 1 - beta2)
-        root = (square.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
-        weight.addcdiv_(mean, root, value=-lr / (1 - beta1**step))
+        mean, square = (self._read(moments, name, piece) for name in NAMES)
+        mean.add_((gradient - mean).mul_(factors["of_mean"]))
+        square.add_(gradient.square().sub_(square).mul_(factors["of_square"]))
+        root = square.sqrt().mul_(factors["correction"]).add_(factors["eps"])
+        weight.mul_(factors["kept"]).add_(torch.div(mean, root, out=root).mul_(factors["rate"]))
         del gradient, root
-        self._write(state, "exp_avg", piece, mean, generator)
-        self._write(state, "exp_avg_sq", piece, square, generator)
-        write(weights, weight, generator)
+        is_rounded = torch.bfloat16 in (weights.dtype, moments["exp_avg"].dtype)
+        bits = random_bits(piece, keys, weights.device) if keys and is_rounded else None
+        self._write(moments, "exp_avg", piece, mean, bits)
+        self._write(moments, "exp_avg_sq", piece, square, None if bits is None else bits >> 16)
+        write(weights, weight, None if bits is None else mix(bits.add_(GOLDEN)))
 
     # --- states ---
 
     def kind_of(self, parameter: Tensor) -> str:
-        """Return how a parameter's moments are kept: in 8 bits they are whole blocks (torchao's rule)."""
+        """Return how a parameter's moments are kept: in 8 bits they are whole blocks (as torchao has it)."""
         is_uneven = self.states == "8bit" and parameter.numel() % BLOCK != 0
         return "fp32" if parameter.numel() < SMALL or is_uneven else self.states
 
@@ -182,31 +182,38 @@ class SmallAdamW(torch.optim.Optimizer):
         moments = {name: torch.zeros_like(like, dtype=of.dtype) for name, of in whole.items() if name != "step"}
         return {"step": torch.zeros((), dtype=torch.float32), **moments}
 
-    def _read(self, state: Mapping[str, Tensor], name: str, piece: slice) -> Tensor:
+    def _tables_on(self, device: torch.device) -> dict[str, Tensor]:
+        """Moment -> the numbers of its 8-bit codes and the borders between them, on a device."""
+        if self.states == "8bit" and device not in self._tables:
+            self._tables[device] = {name: code_table(signed).to(device) for name, signed in NAMES.items()}
+        return self._tables.get(device, {})
+
+    def _read(self, moments: Mapping[str, Tensor], name: str, piece: slice) -> Tensor:
         """Return a part of a moment as float32; the part itself if it is stored so."""
-        stored = local_shard(state[name])
-        if stored.dtype == torch.uint8:
-            assert self._codes is not None
-            return self._codes.read(state, name, piece)
-        return stored.view(-1)[piece].float()
+        stored = moments[name]
+        if stored.dtype != torch.uint8:
+            return stored.view(-1)[piece].float()
+        rows = slice(piece.start // BLOCK, piece.stop // BLOCK)
+        values = self._tables_on(stored.device)[name][stored[rows].int()]
+        return values.mul_(moments[scale_of(name)][rows, None]).view(-1)
 
     def _write(
-        self, state: Mapping[str, Tensor], name: str, piece: slice, values: Tensor, generator: torch.Generator | None
+        self, moments: Mapping[str, Tensor], name: str, piece: slice, values: Tensor, bits: Tensor | None
     ) -> None:
-        stored = local_shard(state[name])
-        if stored.dtype == torch.uint8:
-            assert self._codes is not None
-            self._codes.write(state, name, piece, values)
-        elif stored.dtype != torch.float32:
-            write(stored.view(-1)[piece], values, generator)
+        stored = moments[name]
+        if stored.dtype != torch.uint8:
+            write(stored.view(-1)[piece], values, bits)
+            return
+        rows = slice(piece.start // BLOCK, piece.stop // BLOCK)
+        blocks = values.view(-1, BLOCK)
+        largest = blocks.abs().amax(1).clamp_(min=SMALLEST_SCALE)
+        borders = self._tables_on(stored.device)[name][CODES:]
+        stored[rows] = torch.bucketize(blocks.div_(largest[:, None]), borders, right=True, out_int32=True)
+        moments[scale_of(name)][rows] = largest
 
-    def _generator(self, parameter: Tensor, index: int, step: int) -> torch.Generator:
-        device = parameter.device
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
+    def _keys(self, parameter: Tensor, index: int, step: int) -> tuple[int, int]:
         text = f"{self.seed} {step} {index} {shard_index(parameter)}".encode()
-        digest = hashlib.blake2b(text, digest_size=8).digest()
-        return self._generators[device].manual_seed(int.from_bytes(digest, "big") >> 1)
+        return struct.unpack("<ii", hashlib.blake2b(text, digest_size=8).digest())
 
     # --- in checkpoints ---
 
@@ -222,34 +229,35 @@ class SmallAdamW(torch.optim.Optimizer):
             }
 
 
-class _Codes:
-    """Torchao's 8-bit numbers, in plain tensors of a checkpoint: codes (blocks, BLOCK) and scales (blocks)."""
+def _factors(step: int, group: Mapping[str, Any]) -> dict[str, float]:
+    """Return the factors of a step; the first is 1."""
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    return {
+        "kept": 1 - lr * group["weight_decay"],
+        "of_mean": 1 - beta1,
+        "of_square": 1 - beta2,
+        "correction": 1 / math.sqrt(1 - beta2**step),
+        "eps": group["eps"],
+        "rate": -lr / (1 - beta1**step),
+    }
 
-    def __init__(self) -> None:
-        from torchao.optim import quant_utils
 
-        self._torchao = quant_utils
-        self._tables = {signed: torch.tensor(quant_utils.create_dynamic_map(signed)) for signed in NAMES.values()}
+# --- 8 bits ---
 
-    def _at(self, state: Mapping[str, Tensor], name: str, piece: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a part's codes and scales, and what a code stands for."""
-        rows = slice(piece.start // BLOCK, piece.stop // BLOCK)
-        codes, scale = local_shard(state[name])[rows], local_shard(state[scale_of(name)])[rows]
-        signed = NAMES[name]
-        self._tables[signed] = self._tables[signed].to(codes.device)
-        return codes, scale, self._tables[signed]
 
-    def read(self, state: Mapping[str, Tensor], name: str, piece: slice) -> Tensor:
-        """Return a part of a moment as float32."""
-        codes, scale, table = self._at(state, name, piece)
-        return self._torchao.dequant_with_qmap(codes, table, scale).view(-1)
+def code_table(signed: bool) -> Tensor:
+    """Return what 8-bit codes stand for, ascending, and then the borders between them: (256 + 255,) float32.
 
-    def write(self, state: Mapping[str, Tensor], name: str, piece: slice, values: Tensor) -> None:
-        """Write a part of a moment: by its largest number, to the nearest code."""
-        codes, scale, table = self._at(state, name, piece)
-        scaled, largest = self._torchao.scale_tensor(values.view(-1, BLOCK), BLOCK)
-        codes.copy_(self._torchao.quantize_8bit_with_qmap(scaled, table))
-        scale.copy_(largest)
+    Dettmers et al. 2022, section 2.1 and appendix F: in each decade from 1e-6 to 1 lie the middles of equal parts, of twice
+    as many as in the decade below; 0 and 1 have codes of their own.
+    """
+    numbers = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1.0, (1 if signed else 2) * 2**decade + 1)
+        middles = ((edges[:-1] + edges[1:]) / 2.0 * 10.0 ** (decade - 6)).tolist()
+        numbers += [*middles, *(-number for number in middles)] if signed else middles
+    values = torch.tensor(sorted(numbers))
+    return torch.cat([values, (values[:-1] + values[1:]) / 2.0])
 
 
 def scale_of(name: str) -> str:
@@ -260,24 +268,37 @@ def scale_of(name: str) -> str:
 # --- rounding ---
 
 
-def write(to: Tensor, values: Tensor, generator: torch.Generator | None) -> None:
-    """Write float32 values: unchanged to float32, else rounded to bfloat16, stochastically if there is a generator."""
+def mix(bits: Tensor) -> Tensor:
+    """Mix each int32 in place, so that a bit depends on all: Wellons' lowbias32 (hash-prospector, public domain)."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(factor)
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
+
+
+def random_bits(piece: slice, keys: tuple[int, int], device: torch.device | str) -> Tensor:
+    """Return 32 random bits for each number of a part of a tensor, int32: they depend on its place and the two keys alone."""
+    start = (piece.start + 2**31) % 2**32 - 2**31
+    places = torch.arange(piece.stop - piece.start, dtype=torch.int32, device=device).add_(start)
+    return mix(mix(places.bitwise_xor_(keys[0])).add_(keys[1]))
+
+
+def write(to: Tensor, values: Tensor, bits: Tensor | None) -> None:
+    """Write float32 values: unchanged to float32, else rounded to bfloat16, stochastically if there are random bits."""
     if to.dtype == torch.float32:
         if to.data_ptr() != values.data_ptr():
             to.copy_(values)
     else:
-        to.copy_(values if generator is None else rounded(values, generator))
+        to.copy_(values if bits is None else rounded(values, bits))
 
 
-def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
+def rounded(values: Tensor, bits: Tensor) -> Tensor:
     """Return float32 values with the last 16 of their bits zero: those of bfloat16, chosen stochastically.
 
-    A bfloat16 is a float32 without these bits. A uniform number below 2^16 is added to them: it carries with the
-    probability that they are of the distance to the next one, away from zero for both signs.
+    A bfloat16 is a float32 without these bits. A uniform number below 2^16, the last bits of `bits`, is added to them: it
+    carries with the probability that they are of the distance to the next one, away from zero for both signs.
     """
-    bits = torch.randint(0, 2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    bits.add_(values.contiguous().view(torch.int32)).bitwise_and_(-(2**16))
-    return torch.where(values.isfinite(), bits.view(torch.float32), values)  # a carry makes a number of nan
+    sums = (bits & 0xFFFF).add_(values.contiguous().view(torch.int32)).bitwise_and_(-(2**16))
+    return torch.where(values.isfinite(), sums.view(torch.float32), values)  # a carry makes a number of nan
 
 
 def has_small_weights(parameters: Iterable[nn.Parameter]) -> bool:

@@ -43,7 +43,7 @@ class OptimizerConfig:
     clip_norm: float | None = limited(None, 0.0, above=True)
     """Clip the norm of all gradients. null: no clipping."""
     states: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """Type of AdamW's moments. 8bit needs torchao."""
+    """Type of AdamW's moments."""
     rounding: Literal["stochastic", "nearest"] | None = None
     """Rounding to bf16. null: stochastic. nearest loses small changes."""
 

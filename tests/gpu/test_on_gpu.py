@@ -20,7 +20,8 @@ from evaluation.scorer import EvalConfig, Scorer
 from families.encoders import ModelConfig
 from families.objectives import ObjectiveConfig
 from model import build_model
-from training import builders
+from training import builders, low_memory_adamw
+from training.low_memory_adamw import SmallAdamW
 
 pytestmark = NEEDS_GPU
 
@@ -99,6 +100,29 @@ def test_a_run_on_a_gpu_is_saved_and_goes_on(tmp_path, precision, ema):
         for name, tensor in section(one).items():
             torch.testing.assert_close(tensor, section(two)[name], rtol=1e-3, atol=1e-3)
     assert one["ema"]["steps"] == two["ema"]["steps"] and one["scaler"] == two["scaler"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+def test_the_kernel_of_low_memory_adamw_equals_the_operators_bit_for_bit(monkeypatch, states, dtype):
+    generator = torch.Generator("cuda").manual_seed(1)
+    shapes = [(7,), (4099,), (1000, 256), (3 * 2**21 + 512,)]  # small, not whole blocks, several pieces
+    starts = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes]
+    both = [[torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2)]
+    options = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, states=states, seed=3)
+    kernel, operators = (SmallAdamW([{"params": each, "weight_decay": 0.1}], **options) for each in both)
+    for _ in range(3):
+        for one, other in zip(*both, strict=True):
+            one.grad = torch.randn(one.shape, generator=generator, device="cuda").to(dtype)
+            other.grad = one.grad.clone()
+        kernel.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(low_memory_adamw.importlib.util, "find_spec", lambda name: None)  # as without Triton
+            operators.step()
+    for one, other in zip(*both, strict=True):
+        assert torch.equal(one, other), one.shape
+        for name, value in kernel.state[one].items():
+            assert torch.equal(value, operators.state[other][name]), (one.shape, name)
 
 
 def test_the_batch_size_of_evaluation_is_tried_with_the_gradients_and_the_networks_that_measure(tmp_path, monkeypatch):
