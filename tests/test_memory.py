@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from families.encoders import ModelConfig
 from families.objectives import ObjectiveConfig
 from preflight import plan
-from training import low_memory_adamw, memory
+from training import memory
 from training.config import RunConfig
 from training.memory import BUCKETS, EMA, STATES, UPDATE, Cost, measure_cost
 from training.optimizer import OptimizerConfig, build_optimizer
@@ -77,26 +77,6 @@ class Peak(TorchDispatchMode):
                     weakref.finalize(storage, self.alive.pop, address, None)
         self.most = max(self.most, sum(self.alive.values()))
         return made
-
-
-def bytes_beside(states: str, monkeypatch) -> float:
-    """Bytes a number that a piece of a step takes beside weights, gradients and states."""
-    num = 2**16
-    monkeypatch.setattr(low_memory_adamw, "PIECE", num // 4)
-    weights = torch.nn.Parameter(torch.zeros(num, dtype=torch.bfloat16))
-    optimizer = optimizer_of(torch.nn.ParameterList([weights]), states)
-    weights.grad = torch.ones_like(weights)
-    optimizer.step()
-    peak = Peak([weights, weights.grad, *optimizer.state[weights].values()])
-    with peak:
-        optimizer.step()
-    return peak.most / (num // 4)
-
-
-@pytest.mark.parametrize("states", ["fp32", "bf16"])
-def test_a_step_in_pieces_takes_no_more_beside_the_states_than_is_planned(monkeypatch, states):
-    """In 8 bits: tests/test_low_memory_adamw_8bit.py."""
-    assert 0.5 < bytes_beside(states, monkeypatch) / low_memory_adamw.BYTES_OF_A_PIECE[states] <= 1.0
 
 
 @pytest.mark.slow

@@ -39,12 +39,10 @@ if TYPE_CHECKING:
 UPDATE = "optimizer.update"  # range of a profile
 SMALL = 4096  # numbers of a tensor; as torchao 0.16.0 has it, optim/adam.py
 BLOCK = 256  # numbers that share a scale; the same
-PIECE = 2**23  # numbers that are updated at once: it bounds the memory that a step takes in addition to the states
+PIECE = 2**18  # numbers that are updated at once: what a piece takes stays in a processor's cache
 CODES = 256
 SMALLEST_SCALE = 1e-12  # of a block of zeros
 GOLDEN = 0x9E3779B9 - 2**32  # 2^32 over the golden ratio: the bits of the weights are others than those of the moments
-BYTES_OF_A_PIECE = {"fp32": 25, "bf16": 31, "8bit": 28}
-"""For each number of a piece, by the kind of states: copies in float32, bits, codes."""
 BYTES_OF_STATES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}
 """Of both moments, a number of a tensor that is not small."""
 NAMES = {"exp_avg": True, "exp_avg_sq": False}
@@ -60,6 +58,11 @@ def problems(config: OptimizerConfig, precision: str | None) -> list[tuple[str, 
         advice = "Say optimizer.states=bf16 or precision=bf16_params, or leave it out"
         messages.append(("optimizer.rounding", f"{problem}. {advice}."))
     return messages
+
+
+def has_triton() -> bool:
+    """Return whether Triton is installed; torch brings it on Linux."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def compute_loss(closure: Callable[[], Any] | None) -> Any:
@@ -119,7 +122,7 @@ class SmallAdamW(torch.optim.Optimizer):
         moments = {key: local_shard(value) for key, value in state.items() if key != "step"}
         factors = _factors(int(state["step"]), group)
         keys = self._keys(parameter, index, int(state["step"])) if self.stochastic else None
-        if flat.is_cuda and importlib.util.find_spec("triton") is not None:
+        if flat.is_cuda and has_triton():
             from training import adamw_kernel
 
             adamw_kernel.update(flat, gradients, moments, self._tables_on(flat.device), factors, keys)

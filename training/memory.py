@@ -150,14 +150,8 @@ class Cost:
 
     @property
     def _bytes_of_update(self) -> float:
-        """Bytes that an optimizer's step takes in addition to the states; fused AdamW takes none."""
-        if self.optimizer == "muon":
-            return muon.BYTES_OF_UPDATE * self.largest_tensor
-        if self.states == "fp32" and self.precision != "bf16_params":
-            return 0
-        return low_memory_adamw.BYTES_OF_A_PIECE[self.states] * min(
-            self.largest_tensor / self.parts, low_memory_adamw.PIECE
-        )
+        """Bytes that an optimizer's step takes in addition to the states; AdamW takes next to none."""
+        return muon.BYTES_OF_UPDATE * self.largest_tensor if self.optimizer == "muon" else 0
 
     def checkpoint_gib(self, *, ema: bool) -> float:
         """Return the size of a full checkpoint, GiB: weights, two moments, EMA weights."""
