@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="torch brings Triton on Linux")
 CASES = [("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "bf16"), ("u8", "bf16")]
 """Types of the moments, and of weights and gradients."""
 BYTES_FROM_TABLES = 2 * (1 + 8) * 4
-"""For each number in 8 bits, of 2048 that a program looks up: two moments, and eight borders each. They stay in the cache."""
+"""For each number in 8 bits, of 1024 that a program looks up: two moments, and eight borders each. They stay in the cache."""
 
 
 @pytest.mark.timeout(120, func_only=True)
@@ -28,7 +28,7 @@ def test_in_the_interpreter_it_equals_the_operators_bit_for_bit_and_moves_each_b
     assert len(rows) == 20
     for row in rows:
         num, states, *_ = row["case"].split()
-        from_tables = BYTES_FROM_TABLES * math.ceil(int(num) / 2048) * 2048 if states == "8bit" else 0
+        from_tables = BYTES_FROM_TABLES * math.ceil(int(num) / 1024) * 1024 if states == "8bit" else 0
         assert row["differ"] == [] and sum(row["moved"].values()) == row["least"] + from_tables, row
     case = next(row for row in rows if row["case"].startswith("4173 bf16 torch.bfloat16"))
     assert sum(case["moved"].values()) == 14 * 4173

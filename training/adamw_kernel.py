@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK: tl.constexpr = tl.constexpr(256)  # numbers that share a scale, as in training/low_memory_adamw.py
-ROWS = 8  # blocks that a program updates
+ROWS = 4  # blocks that a program updates: the fastest of 2, 4, 8, 16 and 32 on an H200
 
 
 @triton.jit
