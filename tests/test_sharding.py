@@ -275,4 +275,5 @@ def test_hybrid_on_two_machines_trains_as_whole_weights_on_four_ranks(words_of, 
     with started(*command(1)) as other:
         done = run(*command(0), timeout=300)
         assert done.returncode == 0 and other.wait(timeout=60) == 0, done.stdout + done.stderr
-    assert distance(tmp_path / "hybrid", tmp_path / "ddp") < TOLERANCE
+    # A tenth of the rate: four gradients are added in another order. One that is left out moves a weight by the rate.
+    assert distance(tmp_path / "hybrid", tmp_path / "ddp") < 10 * TOLERANCE
