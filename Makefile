@@ -38,7 +38,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-long test-8bit test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu-ladder gpu-evaluation gpu-families gpu-latency report clean test-health test-clouds test-image build_docker launch_docker build_and_launch_docker exec_docker stop_docker
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-long test-8bit test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu gpu-latency report clean test-health test-clouds test-image build_docker launch_docker build_and_launch_docker exec_docker stop_docker
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -323,14 +323,8 @@ study: $(STAMP)  ## the miniature in five kinds of numbers, at two learning rate
 	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory -j 2 study-files
 	OMP_NUM_THREADS=1 $(PY) sweep.py yamls/sweeps/shapes_precision.yaml jobs=2
 
-gpu-ladder:  ## on a GPU machine: SD2 at 512 px, synthetic, from the plain baseline to the full path -> reports/results/ (interpreter at hand)
-	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512.yaml
-
-gpu-evaluation:  ## on a GPU machine: how fast SD2 at 512 px is scored, eager and compiled -> reports/results/ (interpreter at hand)
-	$(PYTHON) -m bench.ladder yamls/ladders/sd2_512_evaluation.yaml
-
-gpu-families:  ## on a GPU machine: SDXL at 1024 px, FLUX.1 at 512 and 256 px, synthetic, as others have measured them -> reports/results/ (interpreter at hand)
-	$(PYTHON) -m bench.ladder yamls/ladders/families.yaml
+gpu:  ## on a GPU machine: rungs of SD2, FLUX.1 and SDXL, and tests/gpu, the most telling first -> reports/results/ (BUDGET=540 seconds a call; interpreter at hand)
+	$(PYTHON) -m bench.gpu budget_sec=$(or $(BUDGET),540) $(LADDERS)
 
 gpu-latency:  ## on a GPU machine: seconds from caption to image of SD2 and SD 1.5, beside diffusers' pipeline -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.latency results=reports/results/latency_gpu.json

@@ -1,6 +1,6 @@
 """Run the same job rung by rung, each in a separate process, and keep one record a rung.
 
-    make gpu-ladder                                                              # on a GPU machine
+    python -m bench.ladder yamls/ladders/sd2_512.yaml                            # on a GPU machine; see also bench.gpu
     python -m bench.ladder yamls/ladders/sd2_tiny_cpu.yaml results=/tmp/ladder   # the same code on a CPU
 
 A rung is a YAML of yamls/ with the ladder's keys and the rung's; the first one is the baseline. The table sets each
@@ -175,7 +175,7 @@ def _of_run(run: Path) -> dict[str, Any]:
     return extra
 
 
-def _done(path: Path, here: str | None) -> bool:
+def is_done(path: Path, here: str | None) -> bool:
     """True for a whole record of this commit; without one, or with changes, nothing says that a record is of this code."""
     try:
         record = json.loads(path.read_text())
@@ -259,7 +259,7 @@ def main(argv: Sequence[str]) -> int:
     # Those without a record first. Of the others one that needs a call for itself: what is refused again would take its time.
     paths = [(results / f"{rung.name}.json", rung) for rung in ladder.rungs]
     for path, rung in sorted(paths, key=lambda of: (of[0].is_file(), of[0].is_file() and of[1].limit_sec is None)):
-        if _done(path, here):
+        if is_done(path, here):
             print(f"{rung.name}: has a record of this commit", flush=True)
         elif time.monotonic() - started > (room := ladder.room_sec(rung)):
             print(f"{rung.name}: not started, {room} s are spent; call again to resume", flush=True)

@@ -28,6 +28,13 @@ def write_ladder(folder: Path, rungs: str = A, budget: int = 9, more: str = "") 
     return str(folder / "x.yaml")
 
 
+def start_warm(monkeypatch) -> None:
+    """Let rungs start warm, as all programs of tests."""
+    start = SimpleNamespace(**vars(subprocess))
+    start.Popen = lambda command, **ways: warm_processes.Process(["composer", *command[3:]], **ways)
+    monkeypatch.setattr(processes, "subprocess", start)
+
+
 def test_a_file_that_is_no_ladder_is_refused(tmp_path):
     message = r"^.*x.yaml: is no ladder .*of a rung: name, yaml, keys, program, ranks, over"
     for rungs, more in (
@@ -127,10 +134,7 @@ def test_records_of_uncommitted_code_are_compared_within_one_call_alone():
 
 @pytest.mark.long
 def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path, monkeypatch, capsys):
-    """The code of `make gpu-ladder` with two rungs of its CPU form and fewer batches: one is refused, none is run twice.
-
-    The rungs start warm, as all programs of tests.
-    """
+    """`bench.ladder` with two rungs of the GPU ladder's CPU form and fewer batches: one is refused, none is run twice."""
     steps = OmegaConf.to_container(OmegaConf.load(ROOT / "yamls/ladders/sd2_tiny_cpu.yaml"))
     kept = {rung["name"]: rung for rung in steps["rungs"] if rung["name"] in ("online", "too_large")}
     kept["online"]["keys"] += ["max_duration=9ba", "measure.window_batches=2", "measure.warmup_batches=3"]
@@ -139,9 +143,7 @@ def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path, monkeypatch, ca
         rung["keys"] += ["model.family=shapes", "image_size=32"]
     path = tmp_path / "cpu.yaml"
     OmegaConf.save({**steps, "rungs": [*kept.values()]}, path)
-    start = SimpleNamespace(**vars(subprocess))
-    start.Popen = lambda command, **ways: warm_processes.Process(["composer", *command[3:]], **ways)
-    monkeypatch.setattr(processes, "subprocess", start)
+    start_warm(monkeypatch)
     command = [str(path), f"results={tmp_path}"]
     assert ladder.main(command) == 0, capsys.readouterr()
     records = {p.stem: json.loads(p.read_text()) for p in (tmp_path / "cpu").glob("*.json")}
