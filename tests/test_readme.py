@@ -76,7 +76,9 @@ FILES = {
 SCHEMAS = list(dict.fromkeys(read_command(path).keys for path in FILES.values()))
 
 NUM_PLACES = {
-    range(1): "bench.ema bench.gpu bench.optimizer bench.saving bench.store bench.latency bench.step bench.scale bench.data",
+    range(
+        1
+    ): "bench.ema bench.gpu bench.optimizer bench.saving bench.store bench.latency bench.step bench.scale bench.data",
     range(1, 2): "bench.ladder prepare.adopt prepare.coco reports.live reports.wandb_dashboard",
     range(2, 3): "prepare.latents prepare.buckets prepare.fid_statistics export",
     range(3, 4): "reports.samples",
