@@ -40,14 +40,13 @@ from typing import Any
 import psutil
 import torch
 from composer import Trainer
-from composer.utils import dist
 
 from callbacks.gradient_norm import GradientNorm
 from callbacks.mlperf_log import MLPerfLog
 from checkpointing.callback import Checkpointer, StoppedBySignal
 from checkpointing.resume import identity_for_checkpoint
 from checkpointing.uploads import Uploads, start_uploads, uploading
-from common import errors, masking
+from common import dist, errors, masking
 from common.command import command, start
 from common.command_line import parse_command_line
 from common.errors import ConfigError

@@ -25,9 +25,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from composer.core import DataSpec
-from composer.utils import dist
 from torch import Tensor
 
+from common import dist
 from common.log import log
 from common.masking import to_printable
 from common.value_types import ImageSize, limited, size_in_bytes

@@ -41,9 +41,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer.utils import dist
 
-from common import errors
+from common import dist, errors
 from common.command import command, start
 from common.command_line import Assignment, CommandLine, Problem, parse_command_line
 from common.errors import ConfigError

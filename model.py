@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from composer import Callback, Logger, State
 from composer.models import ComposerModel
-from composer.utils import dist
 from torch import Tensor, nn
 
+from common import dist
 from common.value_types import ImageSize
 from families import load_family
 from families.encoders import FrozenEncoders, ModelConfig, build_encoders

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from composer import Algorithm, Event, Logger, State
-from composer.utils import dist
 from torch import Tensor, nn
 
+from common import dist
 from common.errors import ConfigError
 from families.block_inputs import change_inputs
 from families.spec import Family, transformer_blocks

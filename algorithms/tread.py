@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from composer import Algorithm, Event, Logger, State
-from composer.utils import dist
 from torch import Tensor, nn
 
+from common import dist
 from families.block_inputs import change_inputs
 from families.spec import Family, transformer_blocks
 from model import step_seed

@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import open_clip
 import torch
-from composer.utils import dist
 
 from callbacks.throughput import read_peak_mem_gib
+from common import dist
 from common.command import command
 from common.command_line import Problem, parse_command_line
 from common.files import write_json

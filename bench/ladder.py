@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from callbacks.quality_target import TARGET_KEYS
 from common.command import command
 from common.command_line import parse_command_line
 from common.errors import ConfigError
@@ -43,7 +42,7 @@ from config import load, to_yaml
 from run_folder import processes
 from run_folder.environment import commit, device_name
 from run_folder.files import read_lines
-from run_folder.history import VAL_LOSS, WINDOWS, read_history, rounded
+from run_folder.history import TARGET_KEYS, VAL_LOSS, WINDOWS, read_history, rounded
 
 SPEED = "images_per_sec"
 COLUMNS = ("status", SPEED, "over_before", "over_first", f"{SPEED}_min", f"{SPEED}_max")

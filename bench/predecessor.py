@@ -22,11 +22,11 @@ import torch
 from composer import Trainer
 from composer.algorithms import EMA
 from composer.devices import Device
-from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from callbacks.throughput import Throughput, peak_tflops
+from common import dist
 from common.command import command
 from common.command_line import Problem, parse_command_line
 from common.files import write_json

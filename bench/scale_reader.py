@@ -18,9 +18,9 @@ import numpy as np
 import psutil
 import torch
 from composer.devices import DeviceCPU
-from composer.utils import dist
 
 from bench.data import our_loader
+from common import dist
 from data import DataConfig
 
 BATCH = 64  # samples of a rank

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from composer import Logger, State
-from composer.utils import dist
 from torch import Tensor
 
 from checkpointing.files import FULL, list_checkpoints
+from common import dist
 from run_folder.metric_names import alert
 
 TOTAL = "loss/train/total"

@@ -37,10 +37,10 @@ from typing import Any, Literal
 import psutil
 import torch
 from composer import Callback, Logger, State
-from composer.utils import dist
 from filelock import FileLock, Timeout
 
 from checkpointing.files import read_outline
+from common import dist
 from common.errors import ConfigError
 from families.mlperf import Benchmark
 from model import AUTOCAST_DTYPES

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from composer import Callback, Logger, State
-from composer.utils import dist
 
+from common import dist
 from common.files import write_atomic
 from common.log import log
 from common.value_types import limited

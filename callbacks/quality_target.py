@@ -11,12 +11,9 @@ from typing import Any
 from composer import Callback, Logger, State
 
 from common.log import log
+from run_folder.history import TARGET_METRICS, TARGET_RESULTS
 from run_folder.metric_names import alert
 
-TARGET_RESULTS = ("target", "images_to_target", "seconds_to_target", "seconds_to_target_with_eval")
-SCORES = ("fid", "clip")
-TARGET_KEYS = (*TARGET_RESULTS, *SCORES)
-"""Additional keys of the result line of a run with a target; one of validation loss has val_loss instead of scores."""
 METRIC_NAMES = {"fid": "FID", "clip": "CLIP", "val_loss": "a validation loss of"}
 
 
@@ -33,7 +30,7 @@ class QualityTarget(Callback):
         self,
         is_met: Callable[[Mapping[str, Any]], bool],
         evaluations: Callable[[], Sequence[Mapping[str, Any]]],
-        metrics: Sequence[str] = SCORES,
+        metrics: Sequence[str] = TARGET_METRICS,
     ):
         self.is_met, self.evaluations, self.metrics = is_met, evaluations, metrics
 
@@ -57,7 +54,7 @@ class QualityTarget(Callback):
 
 
 def target_outcome(
-    evaluations: Sequence[Mapping[str, Any]], reached: Mapping[str, Any] | None, metrics: Sequence[str] = SCORES
+    evaluations: Sequence[Mapping[str, Any]], reached: Mapping[str, Any] | None, metrics: Sequence[str] = TARGET_METRICS
 ) -> dict[str, Any]:
     """Return TARGET_RESULTS and metrics for a list of evaluations; `reached` is the one that met the target, or None."""
     last = reached or (evaluations[-1] if evaluations else {})

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from composer import Callback, Logger, State
-from composer.utils import dist
 from torch import Tensor, nn
 
+from common import dist
 from ranks import rendezvous
 from run_folder.metric_names import alert
 from weights.tensors import local_shard

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from composer import Callback, Logger, State
-from composer.utils import dist
 
-from common import masking
+from common import dist, masking
 from common.errors import error_text
 from common.files import write_atomic, write_json
 from common.log import log, readable_time, three_digits

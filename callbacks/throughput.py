@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 from composer import Callback, Logger, State
-from composer.utils import dist
 
+from common import dist
 from common.value_types import limited
 from ranks import rendezvous
 

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from composer import Callback, Logger, State
 from composer.loggers import ProgressBarLogger
-from composer.utils import dist
 from torch import nn
 
 from checkpointing import sharded
 from checkpointing.content import FULL_KEYS, Progress, collect_content, gather_content, stateful_callbacks
 from checkpointing.files import FULL, WEIGHTS, file_stem, list_checkpoints, write_checkpoint
 from checkpointing.host_copy import HostCopy
+from common import dist
 from common.log import log
 from common.value_types import limited
 from ema import EMA

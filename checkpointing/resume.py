@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from composer.utils import dist
 from filelock import FileLock, Timeout
 
 from checkpointing.content import Progress, identity_problems
 from checkpointing.files import find_newest, read_outline
 from checkpointing.shared_folder import check_is_shared
-from common import errors, masking
+from common import dist, errors, masking
 from common.errors import ConfigError, Failed
 from common.log import log
 from ranks import collectives

@@ -13,10 +13,9 @@ import uuid
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from composer.utils import dist
-
 from checkpointing.files import FULL, find_newest, list_checkpoints, number_of
 from checkpointing.uploads import REPLACED
+from common import dist
 from common.errors import ConfigError
 from common.log import log
 from ranks import collectives

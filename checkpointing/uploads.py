@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from composer.utils import dist
-
 from checkpointing.files import FULL, WEIGHTS, list_checkpoints, number_of
 from checkpointing.sharded import digest_file
 from checkpointing.store import CHECKPOINTS, RunStore, checkpoints_in, files_of
+from common import dist
 from common.log import log
 from mds.stores import explain_store_error
 from run_folder.files import EVAL_PARTS, STARTS, SUMMARY

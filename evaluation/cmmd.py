@@ -23,10 +23,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from composer.utils import dist
 from PIL import Image
 from torch import Tensor
 
+from common import dist
 from evaluation.fid import AGAIN, read_embeddings, read_facts
 from evaluation.scoring_networks import ScoringNetwork, require_finite
 from weights.files import WeightsFile, open_weights

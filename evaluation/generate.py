@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from composer.utils import dist
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from tqdm import tqdm
 
+from common import dist
 from common.files import atomic_path
 from common.log import progress_interval_sec
 from common.value_types import ImageSize, kind_of_path, truncate

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from composer.utils import dist
 from torch import Tensor
 
 from checkpointing.files import PART, SCHEMA, file_stem, is_whole, read_checkpoint, write_checkpoint
+from common import dist
 from common.errors import ConfigError
 from common.files import read_regular
 from common.log import EVERY_RANK, log

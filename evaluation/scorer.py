@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from composer.utils import dist
 from torch import Tensor
 from tqdm import tqdm
 
+from common import dist
 from common.log import progress_interval_sec
 from common.value_types import MAX_NUMBER, ImageSize, Pixels, Scales, file_problem, limited
 from evaluation import clip_score, cmmd, fid

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from composer.utils import dist
 
 from callbacks import mlperf_log
 from callbacks.quality_target import format_metrics, target_outcome
 from checkpointing.files import number_of
+from common import dist
 from common.log import log
 from common.value_types import ImageSize, limited, prose
 from evaluation.image_folder import image_batches, list_images

@@ -19,9 +19,9 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from composer.utils import dist
 from torch import Tensor, nn
 
+from common import dist
 from common.value_types import join_first
 from families.shapes.networks import NUM_FEATURES, SIDE_PX, Reader, build_clip, tokenize
 from weights.files import WeightsFile, open_weights

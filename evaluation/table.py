@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer.utils import dist
 from filelock import FileLock
 
+from common import dist
 from common.files import read_regular, write_atomic
 from ranks import collectives
 from run_folder.history import finite, result_line, rounded

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from composer.utils import dist
 from torch import Tensor
 
+from common import dist
 from common.errors import Failed
 from common.log import EVERY_RANK, log
 from common.masking import to_printable

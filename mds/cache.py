@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-from composer.utils import dist
 from numpy.typing import NDArray
 
+from common import dist
 from common.errors import ConfigError, Failed
 from common.value_types import bytes_to_int
 from mds.fetch import INDEX, FetchCancelled, RetryingStream, StreamFailure, log_while_waiting

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from composer.utils import dist
 from torch.utils.data import IterableDataset, get_worker_info
 
+from common import dist
 from common.masking import to_printable
 from mds.cache import LOCAL, ShardCache
 from mds.fetch import FetchCancelled, RetryingStream, StreamFailure

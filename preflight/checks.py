@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from composer.utils import dist
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from checkpointing.files import FULL, WEIGHTS, find_damage, is_whole, list_checkpoints
 from checkpointing.sharded import count_file_bytes
+from common import dist
 from common.command_line import Problem
 from common.errors import ConfigError
 from common.files import nearest_existing, write_problem

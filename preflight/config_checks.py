@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from composer import Algorithm, Callback
 from composer.loggers import LoggerDestination
-from composer.utils import dist
 from torch.optim import Optimizer
 
 from callbacks.mlperf_log import MLPerfConfig
 from checkpointing.files import FULL, list_checkpoints
+from common import dist
 from common.command_line import Problem
 from common.errors import ConfigError
 from common.files import write_problem

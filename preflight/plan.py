@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from composer.utils import dist
 
+from common import dist
 from common.errors import ConfigError
 from common.log import readable_time, three_digits
 from common.value_types import ImageSize

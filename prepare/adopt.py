@@ -48,7 +48,7 @@ from mds.shard_file import read_samples
 from mds.shard_table import ShardTable
 from prepare.addresses import open_address
 from prepare.arguments import parse_arguments
-from prepare.encoder import open_shard
+from prepare.source_shards import open_shard
 
 USUAL_NAMES = {
     "image": ("image", *IMAGE_SUFFIXES, "img", "picture"),

@@ -39,7 +39,6 @@ from mds.images import SampleError, bucket_sizes, decode_image, nearest_bucket, 
 from mds.shard_file import read_samples
 from prepare.addresses import Address, open_address, out_problem, report_write_errors
 from prepare.arguments import parse_arguments
-from prepare.encoder import open_shard
 from prepare.latents import open_input_dataset
 from prepare.parts import (
     Part,
@@ -54,6 +53,7 @@ from prepare.parts import (
     make_part,
     parts_to_make,
 )
+from prepare.source_shards import open_shard
 
 GROUP = 8  # shards' sizes that are in memory at once
 

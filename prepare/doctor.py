@@ -16,9 +16,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from composer.utils import dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from common import dist
 from common.command import command, start
 from common.command_line import parse_command_line
 from common.errors import ConfigError

@@ -41,9 +41,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from composer.utils import dist
 from tqdm import tqdm
 
+from common import dist
 from common.command import command, start
 from common.command_line import Problem
 from common.errors import ConfigError
@@ -57,7 +57,7 @@ from mds.fetch import HASH
 from mds.images import resize_name
 from prepare.addresses import Address, open_address, out_problem, report_write_errors, writable_store_problem
 from prepare.arguments import parse_arguments
-from prepare.encoder import REMAKE_HINT, Encoder, decode_row, map_in_order, open_shard
+from prepare.encoder import Encoder, decode_row
 from prepare.moment_rows import mds_columns, put_empty_text
 from prepare.parts import (
     PATIENCE_SEC,
@@ -75,6 +75,7 @@ from prepare.parts import (
     wait_for_parts,
     wait_for_plan,
 )
+from prepare.source_shards import REMAKE_HINT, map_in_order, open_shard
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The keys

@@ -53,8 +53,8 @@ from mds.shard_file import read_sample
 from mds.shard_table import Shard
 from prepare.addresses import Address, open_address, out_problem, writable_store_problem
 from prepare.arguments import parse_arguments
-from prepare.encoder import map_in_order, open_shard
 from prepare.moment_rows import check_finite
+from prepare.source_shards import map_in_order, open_shard
 
 DEFAULT_OUT = "look.png"
 MIN_SHARDS = 8  # neighbors in a shard have the same source: a few shards more say more than a few samples more

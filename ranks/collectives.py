@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed
-from composer.utils import dist
 from torch.distributed import PrefixStore, distributed_c10d
 
+from common import dist
 from common.command import wait_for_first_rank
 from common.errors import ConfigError, Failed
 from common.log import EVERY_RANK, log

@@ -22,10 +22,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
-from composer.utils import dist
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
-from common import interrupts
+from common import dist, interrupts
 from common.errors import ConfigError, Failed
 from common.log import EVERY_RANK, log
 

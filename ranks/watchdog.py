@@ -20,8 +20,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from composer.utils import dist
-
+from common import dist
 from ranks import collectives, rendezvous
 
 BEAT_SEC = 2.0

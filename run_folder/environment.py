@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import torch
-from composer.utils import dist
-from composer.utils.collect_env import get_cpu_model
+
+from common import dist
 
 PACKAGES = ("torch", "mosaicml", "mosaicml-streaming", "diffusers", "transformers", "open_clip_torch")
 
@@ -52,7 +52,14 @@ def environment() -> dict[str, Any]:
 @functools.cache
 def asked_for_cpu() -> threading.Thread:
     """Ask for what Composer's Trainer wants to know of the CPU, in the background: py-cpuinfo takes a second to find it."""
-    thread = threading.Thread(target=get_cpu_model, daemon=True)
+
+    def ask() -> None:
+        from composer.utils.collect_env import get_cpu_model
+
+        with contextlib.suppress(OSError):  # the Trainer asks again
+            get_cpu_model()
+
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     return thread
 

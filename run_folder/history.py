@@ -355,6 +355,10 @@ RESULT_KEYS = (
     "seconds",
     "loss",
 )
+TARGET_RESULTS = ("target", "images_to_target", "seconds_to_target", "seconds_to_target_with_eval")
+TARGET_METRICS = ("fid", "clip")
+TARGET_KEYS = (*TARGET_RESULTS, *TARGET_METRICS)
+"""Further keys of a run with a target; one of validation loss has val_loss instead of scores."""
 VAL_LOSS = "val_loss"
 """Further key of a run with validation: the last one's loss."""
 WINDOWS = "images_per_sec_windows"

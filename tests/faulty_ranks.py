@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from composer.utils import dist
 
 import benchmark
+from common import dist
 from common.command import start
 from model import LatentDiffusion
 from training.health import RankTiming

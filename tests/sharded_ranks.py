@@ -12,10 +12,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from composer.utils import dist
 from conftest import with_frames
 from test_families import TRAINED, TRAINED_ON_VIDEO
 
+from common import dist
 from families.encoders import ModelConfig
 from families.objectives import ObjectiveConfig
 from model import LatentDiffusion, build_model, step_seed

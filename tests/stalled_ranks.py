@@ -11,9 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from composer.utils import dist
-
 import benchmark
+from common import dist
 from common.command import start
 from mds.moments import MomentsDataset
 

@@ -61,7 +61,7 @@ def test_tensorboard_and_the_log_show_the_losses_of_the_record(tmp_path):
 
 ORDER_SCRIPT = """
 import json, sys, torch, zlib
-from composer.utils import dist
+from common import dist
 from data import DataConfig, build_data
 from families import load_family
 

@@ -118,7 +118,7 @@ def test_a_killed_evaluation_scores_the_rest_alone_and_has_the_figures_of_the_wh
 PROGRAM = """
 import os, signal, sys, time, benchmark, eval
 from evaluation import metrics
-from composer.utils import dist
+from common import dist
 command, number, rank, batches = sys.argv[1], *map(int, sys.argv[2:5])
 progress = metrics.EvaluationProgress
 metrics.EVERY_SEC, add, count = 0.0 if number == signal.SIGKILL else 60.0, progress.add, 0

@@ -230,11 +230,11 @@ def measured_on_two_ranks(validator: Validator, monkeypatch) -> dict[torch.dtype
     parts: dict[torch.dtype, list[torch.Tensor]] = {}
     for rank in (0, 1):
         with monkeypatch.context() as patch:
-            patch.setattr("composer.utils.dist.get_global_rank", lambda rank=rank: rank)
-            patch.setattr("composer.utils.dist.get_world_size", lambda: 2)
+            patch.setattr("common.dist.get_global_rank", lambda rank=rank: rank)
+            patch.setattr("common.dist.get_world_size", lambda: 2)
             add = lambda part, **how: parts.setdefault(part.dtype, []).append(part.clone())  # noqa: E731
-            patch.setattr("composer.utils.dist.all_reduce", add)
-            patch.setattr("composer.utils.dist.all_gather_object", lambda value: [value])
+            patch.setattr("common.dist.all_reduce", add)
+            patch.setattr("common.dist.all_gather_object", lambda value: [value])
             validator.measure()
     return {dtype: sum(each) for dtype, each in parts.items()}
 

@@ -97,7 +97,7 @@ def test_a_log_has_the_events_in_order_with_their_numbers_of_images_values_and_t
 
 
 def test_rank_0_alone_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: 1)
+    monkeypatch.setattr("common.dist.get_global_rank", lambda: 1)
     write_run(tmp_path, curves(512)[0], seed=3)
     assert not (tmp_path / "mlperf.log").exists()
 

@@ -191,7 +191,7 @@ def test_a_rank_that_dies_while_all_write_leaves_no_checkpoint_and_the_run_goes_
 
 
 DIES = """import os, signal, sys
-from composer.utils import dist
+from common import dist
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 import benchmark
 whole, calls = HuggingFaceStorageWriter.write_data, []

@@ -19,7 +19,6 @@ import torch
 from composer import Algorithm, Callback, Logger, Trainer
 from composer.core import DataSpec
 from composer.devices import Device
-from composer.utils import dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -39,6 +38,7 @@ from checkpointing.content import Progress, restore
 from checkpointing.files import FULL, list_checkpoints
 from checkpointing.resume import RunState
 from checkpointing.uploads import Uploads
+from common import dist
 from common.errors import ConfigError
 from common.log import log
 from common.plugins import build_all, name_plugin

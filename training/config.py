@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
-from composer.utils import dist
 from torch import Tensor
 
 from callbacks.mlperf_log import MLPerfConfig
@@ -18,6 +17,7 @@ from callbacks.profile import ProfileConfig
 from callbacks.run_record import CostConfig
 from callbacks.throughput import MeasureConfig
 from checkpointing.callback import DEFAULT_EVERY_IMAGES, DEFAULT_EVERY_MIN, SaveConfig
+from common import dist
 from common.command_line import Alias
 from common.value_types import ImageSize, Pixels, duration, limited
 from data import DataConfig

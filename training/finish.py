@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from composer import Trainer
-from composer.utils import dist
 
 from callbacks.periodic import EveryNImages
-from callbacks.quality_target import SCORES, TARGET_KEYS, QualityTarget
+from callbacks.quality_target import QualityTarget
 from callbacks.run_record import RunRecord
 from checkpointing.callback import Checkpointer
 from checkpointing.files import WEIGHTS, list_checkpoints
+from common import dist
 from common.interrupts import CODE
 from common.log import log
 from evaluation import plots
 from evaluation.scorer import TargetConfig
 from families.spec import Family
-from run_folder.history import VAL_LOSS, finite
+from run_folder.history import TARGET_KEYS, TARGET_METRICS, VAL_LOSS, finite
 
 
 def catch_up(trainer: Trainer, checkpointer: Checkpointer, *points: EveryNImages[Any] | None) -> None:
@@ -43,13 +43,13 @@ def outcome_of(config: TargetConfig, target: QualityTarget, record: RunRecord, *
     of_validation = {VAL_LOSS: finite(record.validations[-1][VAL_LOSS])} if record.validations else {}
     if config.val_loss is not None:
         last = record.evaluations[-1] if when == "in_training" and record.evaluations else {}
-        scores = {key: last[key] for key in SCORES if key in last}
+        scores = {key: last[key] for key in TARGET_METRICS if key in last}
         return of_validation | {key: finite(value) for key, value in target.result().items()} | scores
     if when == "off":
         return of_validation
     outcome = target.result()
     if not config.is_given:
-        scores = {key: outcome[key] for key in SCORES} if when == "in_training" else {}
+        scores = {key: outcome[key] for key in TARGET_METRICS} if when == "in_training" else {}
         return of_validation | scores
     pending = {**dict.fromkeys(TARGET_KEYS), "target": "pending"}
     return of_validation | (outcome if when == "in_training" else pending)

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from composer import Callback, Event, Logger, State
-from composer.utils import dist
 
 from callbacks.replicas import ReplicaCheck
+from common import dist
 from common.value_types import limited
 from ranks import collectives
 from ranks.watchdog import Watchdog, dump_stacks

@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 import composer.loggers
 from composer import Logger, State
 from composer.loggers import LoggerDestination, ProgressBarLogger
-from composer.utils import dist
 from PIL import Image
 
+from common import dist
 from common.errors import ConfigError
 from common.log import log
 from common.masking import MASK, mask_secrets

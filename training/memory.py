@@ -14,12 +14,12 @@ from typing import Any
 
 import psutil
 import torch
-from composer.utils import dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from common import dist
 from common.log import log
 from common.private_api import require_private_api
 from common.value_types import ImageSize

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from composer.utils import dist
 from torch import Tensor
 
+from common import dist
 from families import load_family
 from families.encoders import ModelConfig
 from model import AUTOCAST_DTYPES, LatentDiffusion, cast_weights

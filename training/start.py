@@ -17,15 +17,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer.utils import dist
-
-from callbacks.quality_target import TARGET_KEYS, format_metrics, target_outcome
+from callbacks.quality_target import format_metrics, target_outcome
 from checkpointing import downloads
 from checkpointing.callback import SaveConfig
 from checkpointing.files import FULL, list_checkpoints
 from checkpointing.resume import ENCODERS, RunState, compare_with_config, is_begun, open_run, without_paths
 from checkpointing.shared_folder import fetch_to_all
 from checkpointing.uploads import Uploads, start_uploads
+from common import dist
 from common.errors import ConfigError
 from common.files import read_regular
 from common.log import log
@@ -47,7 +46,7 @@ from run_folder.files import (
     saved_batch_size,
     validations_of,
 )
-from run_folder.history import COST_KEYS, RESULT_KEYS, VAL_LOSS, cost_so_far, rounded, write_outcome
+from run_folder.history import COST_KEYS, RESULT_KEYS, TARGET_KEYS, VAL_LOSS, cost_so_far, rounded, write_outcome
 from training import initial_weights, verify_ranks
 from training.speed import SpeedKeys
 from weights import hub

@@ -20,11 +20,11 @@ import torch
 from composer import Event, Trainer
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.trainer.trainer import TrainerMode
-from composer.utils import dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from callbacks.losses import TOTAL, AsyncLosses
+from common import dist
 from common.errors import ConfigError
 from common.private_api import require_private_api
 from model import AUTOCAST_DTYPES

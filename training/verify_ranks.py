@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from composer.utils import dist
 
-from common import masking
+from common import dist, masking
 from common.errors import ConfigError
 from mds.dataset import Dataset
 from ranks import collectives, rendezvous

@@ -17,9 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from composer import Callback, Logger, State
-from composer.utils import dist
 
 import benchmark
+from common import dist
 from common.command import start
 
 RESTARTS = int(os.environ.get("SLURM_RESTART_COUNT") or 0)

@@ -22,12 +22,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import psutil
-from composer.utils import dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 import benchmark
 from callbacks.quality_target import QualityTarget
 from checkpointing.files import FULL, DigestingFile, file_stem
+from common import dist
 from common.command import start
 from evaluation import generate
 from mds.moments import MomentsDataset

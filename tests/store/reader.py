@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer.utils import dist
 
+from common import dist
 from data import DataConfig, build_data
 from families import load_family
 from tests.store import dataset
