@@ -38,6 +38,7 @@ from families.encoders import FrozenEncoders, ModelConfig, build_encoders
 from families.objectives import Objective, ObjectiveConfig, mean_squared_errors
 from families.sampling import sample
 from families.spec import Family
+from weights.drawing import DrawnInThreads
 from weights.tensors import build_on_meta
 
 # Latent positions (B h w) that the VAE decodes in one call: 16 images of SD2 at 512 px. A tensor of its last block takes
@@ -399,7 +400,11 @@ def build_model(
     encoders = build_encoders(family, config.weights, config.vae_precision) if built else FrozenEncoders({}, [])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        denoiser = family.build_denoiser() if has_denoiser else build_on_meta(family.build_denoiser)
+        if has_denoiser:
+            with DrawnInThreads():
+                denoiser = family.build_denoiser()
+        else:
+            denoiser = build_on_meta(family.build_denoiser)
     objective = objective.resolved(family.objective)
     assert objective.caption_dropout is not None
     return LatentDiffusion(
