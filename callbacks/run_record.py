@@ -287,14 +287,25 @@ class RunRecord(Callback):
         num_steps = f" of {round(line['batch'] / elapsed_frac):,}" if elapsed_frac else ""
         parts = [f"step {line['batch']:,}{num_steps}", f"{images:,} images"]
         parts += [] if self.loss is None else [f"loss {self.loss:.4g}"]
-        parts.append(f"{three_digits(line['images_per_sec'])} images/s")
-        mfu = self.throughput.mfu(line["images_per_sec"])
+        speed, wall_speed = line["images_per_sec"], line["images_per_sec_wall"]
+        if first_step_sec := self._long_first_step_sec(line):  # it compiled: others say more of those to come
+            part = (1.0 - 1.0 / line["window_batches"]) * line["train_sec"] / (line["train_sec"] - first_step_sec)
+            speed, wall_speed = speed * part, speed * part
+            parts.append(f"{readable_time(first_step_sec)} for the first step")
+        parts.append(f"{three_digits(speed)} images/s")
+        mfu = self.throughput.mfu(speed)
         parts += [] if mfu is None else [f"MFU {mfu:.1%}"]
         parts.append(f"{line['peak_mem_gib']:.1f} GiB")
         if 0.0 < elapsed_frac < 1.0:
-            left_sec = images * (1.0 / elapsed_frac - 1.0) / line["images_per_sec_wall"]
+            left_sec = images * (1.0 / elapsed_frac - 1.0) / wall_speed
             parts += [f"{readable_time(left_sec)} left"] if left_sec >= 1.0 else []
         return ", ".join(parts)
+
+    def _long_first_step_sec(self, line: Mapping[str, Any]) -> float | None:
+        """Return what this process's first step took, if it is most of this window's time."""
+        first_step_sec, train_sec = self.throughput.first_step_seconds, line["train_sec"]
+        is_first = self.throughput.num_batches == line["window_batches"] > 1
+        return first_step_sec if is_first and first_step_sec and train_sec / 2 < first_step_sec < train_sec else None
 
     def add_evaluation(self, line: Mapping[str, Any], logger: Logger) -> None:
         """Record an evaluation; all ranks call it with the same line."""

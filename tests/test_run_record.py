@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -198,3 +199,22 @@ def test_what_a_killed_writer_left_is_removed_at_a_start_and_nothing_else(tmp_pa
     (tmp_path / ".config.tmp").mkdir()
     record_of(tmp_path).start(0)
     assert not ours.exists() and all(path.exists() for path in others) and (tmp_path / ".config.tmp").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "said"),
+    [
+        (10, "2.88 minutes for the first step, 160 images/s, MFU 16.0%, 114.0 GiB, 40 seconds left"),
+        (20, "7.11 images/s, MFU 0.7%, 114.0 GiB, 15 minutes left"),  # the window is not this process's first
+    ],
+)
+def test_a_first_step_that_compiles_is_left_out_of_the_speed_and_the_time_left(num_batches, said):
+    """Ten batches of 128 images: 0.8 s each, and the first in 172.8 s."""
+    throughput = SimpleNamespace(first_step_seconds=172.8, num_batches=num_batches, mfu=lambda speed: speed / 1000)
+    record = SimpleNamespace(throughput=throughput, loss=0.5)
+    record._long_first_step_sec = lambda line: RunRecord._long_first_step_sec(record, line)
+    speed = 1280 / 180.0
+    line = {"batch": 10, "images": 1280, "images_per_sec": speed, "images_per_sec_wall": speed, "train_sec": 180.0}
+    line |= {"window_batches": 10, "peak_mem_gib": 114.0}
+    state = SimpleNamespace(get_elapsed_duration=lambda: SimpleNamespace(value=1 / 6))
+    assert RunRecord._describe(record, line, state) == f"step 10 of 60, 1,280 images, loss 0.5, {said}"
