@@ -5,17 +5,17 @@
     python -m bench.gpu yamls/ladders/sd2_tiny_cpu.yaml results=/tmp/gpu     # rungs of some ladders; here on a CPU
 
 A step is a rung of bench.ladder, or the tests. It is started if the time that is left is about what it needs, and ended when
-the budget is spent; the first of a call is started in any case. A step that has a record of this commit is done. Each goes
-into a file of its own, see bench.ladder; the tests into RESULTS/gpu_tests.json. A batch that the card has no memory for is
-divided into more passes, as its record's device_train_microbatch_size says. A step that is cut leaves an earlier record.
+the budget is spent; the first of a call is started in any case. A step whose record of this commit is ok is done, and any
+other outcome is tried again after the steps without a record. Each has a file of its own, see bench.ladder; the tests
+RESULTS/gpu_tests.json. Where a rung says device_train_microbatch_size, and the card has no memory for so many images, its
+batch is divided into more passes, as its record says.
 It needs neither make nor git: EASEL_COMMIT names the commit of a copy. It ends with the table of each ladder.
-Exit code: 0, 1 when a step failed, or nothing has a record yet; 2 when the command cannot be read.
+Exit code: 0, 1 when a step failed, or none was measured; 2 when the command cannot be read.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import re
 import signal
 import sys
@@ -27,7 +27,18 @@ from typing import Any
 
 import torch
 
-from bench.ladder import Ladder, Rung, is_done, read_ladder, run_rung, table, with_ratios
+from bench.ladder import (
+    Ladder,
+    Rung,
+    is_done,
+    is_of,
+    log_unknown_commit,
+    read_ladder,
+    read_record,
+    run_rung,
+    table,
+    with_ratios,
+)
 from common.command import command
 from common.command_line import Problem, parse_command_line
 from common.files import write_json, write_problem
@@ -75,6 +86,9 @@ def _problems(config: GpuConfig, paths: Sequence[str]) -> list[Problem]:
     if not torch.cuda.is_available() and (blocked := [path for path in paths if read_ladder(path).needs_gpu]):
         text = f"{', '.join(blocked)}: need a GPU, and torch finds none here. Give yamls/ladders/sd2_tiny_cpu.yaml"
         problems.append(Problem(f"{text}.", ("budget_sec",)))
+    if len({Path(path).stem for path in paths}) < len(paths):
+        text = f"{', '.join(paths)}: two have one name, and would share their records. Rename one of them."
+        problems.append(Problem(text, ("budget_sec",)))
     return problems
 
 
@@ -148,44 +162,40 @@ def main(argv: Sequence[str]) -> int:
     until, here, results = time.monotonic() + config.budget_sec, commit(), Path(config.results).resolve()
     ladders = [read_ladder(path) for path in paths]
     call, started, statuses = f"{time.time():.0f}", False, []
-    for step in steps_of(ladders, results):
+    log_unknown_commit("bench.gpu", here)
+    for step in sorted(steps_of(ladders, results), key=lambda step: _is_measured(step, here)):
         left_sec = until - time.monotonic()
         if is_done(step.path, here):
-            print(f"{step.name}: has a record of this commit", flush=True)
+            outcome = "has a record of this commit"
         elif started and step.seconds > left_sec:
-            print(
-                f"{step.name}: not started, it needs about {step.seconds:.0f} s of {max(0.0, left_sec):.0f}", flush=True
-            )
+            outcome = f"not started, it needs about {step.seconds:.0f} s of {max(0.0, left_sec):.0f}"
         else:
             started = True
-            record = {"call": call, **step.measure(left_sec)}
+            record = {"call": call, "rung": step.name, **step.measure(left_sec)}
             step.path.parent.mkdir(parents=True, exist_ok=True)
-            if record["status"] != "timeout" or not step.path.is_file():  # the budget's end tells nothing of the step
-                write_json(step.path, record)
+            write_json(step.path, record)
             statuses.append(record["status"])
-            print(f"{step.name}: {record['status']} after {record['process_seconds']:.0f} s", flush=True)
-    is_any = print_tables(ladders, results)
-    return 0 if is_any and not {"failed", "killed"} & set(statuses) else 1
+            outcome = f"{record['status']} after {record['process_seconds']:.0f} s"
+        print(f"{step.path.relative_to(results).with_suffix('')}: {outcome}", flush=True)
+    records = [read_record(step.path) for step in steps_of(ladders, results)]
+    print_tables(ladders, results)
+    return 0 if any(records) and not {"failed", "killed"} & set(statuses) else 1
 
 
-def print_tables(ladders: Sequence[Ladder], results: Path) -> bool:
-    """Print the table of each ladder that has records; return whether any is ok."""
-    is_any = False
+def _is_measured(step: Step, here: str | None) -> bool:
+    """True if there is a record of it, also of a failure; where no commit names the code, of any code."""
+    record = read_record(step.path)
+    return is_of(record, here) or (record is not None and not is_of({"commit": here}, here))
+
+
+def print_tables(ladders: Sequence[Ladder], results: Path) -> None:
+    """Print the table of each ladder that has records."""
     for ladder in ladders:
-        paths = {rung.name: results / ladder.name / f"{rung.name}.json" for rung in ladder.rungs}
-        rows = with_ratios(
-            ladder, {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
-        )
+        found = {rung.name: read_record(results / ladder.name / f"{rung.name}.json") for rung in ladder.rungs}
+        rows = with_ratios(ladder, {name: record for name, record in found.items() if record})
         if rows:
-            print(
-                "",
-                ladder.name,
-                *dict.fromkeys(f"{row.get('device')}, commit {row.get('commit')}" for row in rows),
-                sep="\n",
-            )
-            print(table(rows))
-        is_any |= any(row["status"] == "ok" for row in rows)
-    return is_any
+            of = dict.fromkeys(f"{row.get('device')}, commit {row.get('commit')}" for row in rows)
+            print("", ladder.name, *of, table(rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -174,14 +174,32 @@ def _of_run(run: Path) -> dict[str, Any]:
     return extra
 
 
-def is_done(path: Path, here: str | None) -> bool:
-    """True for a whole record of this commit; without one, or with changes, nothing says that a record is of this code."""
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Return a rung's record, or None: there is none, or no whole one."""
     try:
         record = json.loads(path.read_text())
     except (OSError, ValueError):
-        return False
+        return None
+    return record if isinstance(record, dict) and {"rung", "status"} <= record.keys() else None
+
+
+def is_of(record: Mapping[str, Any] | None, here: str | None) -> bool:
+    """True for a record of this commit; without one, or with changes, nothing says that a record is of this code."""
     is_commit = here is not None and not here.endswith("+changes")
-    return is_commit and isinstance(record, dict) and record.get("status") == "ok" and record.get("commit") == here
+    return is_commit and record is not None and record.get("commit") == here
+
+
+def is_done(path: Path, here: str | None) -> bool:
+    """True for a record of this commit that is whole."""
+    record = read_record(path)
+    return is_of(record, here) and record is not None and record["status"] == "ok"
+
+
+def log_unknown_commit(name: str, here: str | None) -> None:
+    """Say why every rung runs again, where it does."""
+    if here is None or here.endswith("+changes"):
+        text = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
+        log.info(f"{name}: {text}, so every rung runs again; those without a record first")
 
 
 def _problems(ladder: Ladder, path: str, config: LadderConfig, here: str | None) -> list[str]:
@@ -250,9 +268,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(problems)
     started, call, records = time.monotonic(), f"{time.time():.0f}", {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: the rung is ended first
-    if here is None or here.endswith("+changes"):
-        text = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
-        log.info(f"{ladder.name}: {text}, so every rung runs again; those without a record first")
+    log_unknown_commit(ladder.name, here)
     results, runs = Path(config.results).resolve() / ladder.name, Path(config.runs).resolve() if config.runs else None
     results.mkdir(parents=True, exist_ok=True)
     # Those without a record first. Of the others one that needs a call for itself: what is refused again would take its time.

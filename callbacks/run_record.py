@@ -289,8 +289,10 @@ class RunRecord(Callback):
         parts += [] if self.loss is None else [f"loss {self.loss:.4g}"]
         speed, wall_speed = line["images_per_sec"], line["images_per_sec_wall"]
         if first_step_sec := self._long_first_step_sec(line):  # it compiled: others say more of those to come
-            part = (1.0 - 1.0 / line["window_batches"]) * line["train_sec"] / (line["train_sec"] - first_step_sec)
-            speed, wall_speed = speed * part, speed * part
+            others, train_sec = 1.0 - 1.0 / line["window_batches"], line["train_sec"]
+            wall_sec = train_sec * speed / wall_speed
+            speed *= others * train_sec / (train_sec - first_step_sec)
+            wall_speed *= others * wall_sec / (wall_sec - first_step_sec)
             parts.append(f"{readable_time(first_step_sec)} for the first step")
         parts.append(f"{three_digits(speed)} images/s")
         mfu = self.throughput.mfu(speed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ def by_kernel(optimizer: SmallAdamW, weights: nn.Parameter) -> None:
     adamw_kernel.update(flat, gradients, moments, tables, factors, keys)
 
 
-def compare(num: int, states: str, dtype: torch.dtype, stochastic: bool) -> dict:
+def compare(num: int, states: str, dtype: torch.dtype, stochastic: bool, has_odd: bool = False) -> dict:
     generator = torch.Generator().manual_seed(num)
     start = torch.randn(num, generator=generator).to(dtype)
     both = [nn.Parameter(start.clone()) for _ in range(2)]
@@ -55,13 +56,15 @@ def compare(num: int, states: str, dtype: torch.dtype, stochastic: bool) -> dict
     for _ in range(3):
         gradient = torch.randn(num, generator=generator) * 10.0 ** torch.randint(-9, 3, (num,), generator=generator)
         gradient[::7] = 0.0
+        if has_odd:
+            gradient[5], gradient[300] = math.nan, math.inf
         for weights in both:
             weights.grad = gradient.to(dtype)
         optimizers[0].step()
         moved.update(read=0, written=0)
         by_kernel(optimizers[1], both[1])
     one, other = ({"weights": w, **optimizer.state[w]} for w, optimizer in zip(both, optimizers, strict=True))
-    differ = [name for name in one if not torch.equal(one[name], other[name])]
+    differ = [name for name in one if not torch.equal(one[name].nan_to_num(7.0), other[name].nan_to_num(7.0))]
     kept = {name: value for name, value in one.items() if name != "step"}
     least = 2 * sum(value.nbytes for value in kept.values()) + both[0].grad.nbytes
     return {"case": f"{num} {states} {dtype} {stochastic}", "differ": differ, "moved": dict(moved), "least": least}
@@ -75,6 +78,8 @@ def main() -> None:
         print(json.dumps(compare(num, states, dtype, stochastic)), flush=True)
     for num, dtype in itertools.product((SMALL, SMALL + BLOCK * 3), kinds):
         print(json.dumps(compare(num, "8bit", dtype, True)), flush=True)
+    for states in ("bf16", "8bit"):
+        print(json.dumps(compare(SMALL, states, torch.bfloat16, True, has_odd=True)), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ ONE = "{name: one, yaml: yamls/sd2_512_synthetic_moments.yaml, keys: [%s]}"
 KEYS = "model.family=shapes, image_size=32, global_batch_size=8, device_train_microbatch_size=4, max_duration=6ba"
 KEYS += ", measure.window_batches=2, measure.warmup_batches=2, compile=off, channels_last=false, async_loss=false"
 KEYS += ", cudnn_benchmark=false"
-END = {"process_seconds": 1}
+END = {"process_seconds": 1, "commit": "abc"}
 NO_ROOM = "memory: 128 images a pass need about 130 GiB; here is 79. Ways out: device_train_microbatch_size=83 or less."
 
 
@@ -58,22 +58,28 @@ def test_a_batch_without_room_is_divided_into_more_passes(monkeypatch, given, re
     assert tried[1:] == wanted and found == ({"status": "ok"} if wanted else record)
 
 
-def test_a_call_starts_what_fits_into_its_budget_and_a_cut_step_leaves_the_earlier_record(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_call_starts_what_fits_into_its_budget_and_a_failed_step_blocks_no_other(tmp_path, monkeypatch, capsys):
     rungs = ", ".join(
         f"{{name: {name}, yaml: y, keys: [{key}]}}" for name, key in (("a", "x=1"), ("b", "compile=whole"))
     )
     path, results = write_ladder(tmp_path, rungs), tmp_path / "r"
     status = {"a": "timeout", "b": "ok"}
+    monkeypatch.setattr(gpu, "commit", lambda: "abc")
     monkeypatch.setattr(gpu, "run_rung", lambda rung, sec: {"rung": rung.name, "status": status[rung.name]} | END)
     words = [path, f"results={results}", "budget_sec=100"]
-    assert gpu.main(words) == 1  # nothing is ok yet
-    assert "b: not started, it needs about 290 s of 100" in capsys.readouterr().out
-    assert gpu.main([path, f"results={results}", "budget_sec=1000"]) == 0
-    (results / "x/a.json").write_text(json.dumps({"rung": "a", "status": "ok", "images_per_sec": 7.0}))
-    gpu.main(words)
-    assert json.loads((results / "x/a.json").read_text())["images_per_sec"] == 7.0
+    assert gpu.main(words) == 0
+    assert "x/b: not started, it needs about 290 s of 100" in capsys.readouterr().out
+    assert gpu.main(words) == 0  # b, which has no record yet, comes first
+    printed = capsys.readouterr().out
+    assert "x/b: ok after 1 s\nx/a: " in printed and printed.splitlines()[-1].split()[:2] == ["b", "ok"]
+    for damaged in ("", "[]", "{}", '{"rung": "a"}'):
+        (results / "x/a.json").write_text(damaged)
+        assert gpu.main(words) == 0
+    status["a"] = "failed"
+    assert gpu.main(words) == 1
+    (tmp_path / "other").mkdir()
+    assert gpu.main([path, write_ladder(tmp_path / "other", rungs)]) == 2
+    assert "two have one name" in capsys.readouterr().err
     assert gpu.main(["yamls/ladders/sd2_512.yaml"]) == 2 or gpu.torch.cuda.is_available()
 
 

@@ -64,6 +64,15 @@ def test_large_tensors_are_distributed_as_torch_has_it_and_small_ones_are_its_ow
     assert torch.equal(small.weight, nn.Linear(7, 9).weight)
 
 
+def test_other_kinds_of_tensors_are_left_alone_and_an_error_does_not_wait_for_what_is_queued():
+    with DrawnInThreads():
+        assert (torch.eye(3).to_sparse() * 2).sum() == 6.0
+        nn.Linear(SIDE, SIDE, device="meta")
+    with pytest.raises(KeyError, match="own"), DrawnInThreads():
+        torch.empty(SIDE, SIDE).normal_(0.0, -1.0)
+        raise KeyError("own")
+
+
 def test_a_thread_that_fails_says_so():
     with pytest.raises(RuntimeError, match="std"), DrawnInThreads():
         torch.empty(SIDE, SIDE).normal_(0.0, -1.0)

@@ -55,11 +55,14 @@ def read_codes(codes, scales, table, at, row, mask, is_row):
 def write_codes(codes, scales, table, at, row, mask, is_row, values):
     """Write blocks in 8 bits: by their largest number, to the nearest code, which is the number of borders below."""
     largest = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-12)
+    is_bad = tl.max((values != values).to(tl.int32), axis=1) > 0  # max leaves out what is not a number
+    largest = tl.where(is_bad, float("nan"), largest)
     scaled = tl.div_rn(values, largest[:, None])
     code = tl.zeros(values.shape, tl.int32)
     for power in tl.static_range(8):
         step = 128 >> power
         code += tl.where(scaled >= tl.load(table + 255 + code + step), step, 0)
+    code = tl.where(scaled != scaled, 255, code)  # as bucketize has it
     tl.store(codes + at, code.to(tl.uint8), mask)
     tl.store(scales + row, largest, is_row)
 

@@ -24,6 +24,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+import os
+import shutil
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -61,8 +63,9 @@ def problems(config: OptimizerConfig, precision: str | None) -> list[tuple[str, 
 
 
 def has_triton() -> bool:
-    """Return whether Triton is installed; torch brings it on Linux."""
-    return importlib.util.find_spec("triton") is not None
+    """Return whether Triton can build a kernel: torch brings it on Linux, and it needs a C compiler."""
+    compilers = filter(None, (os.environ.get("CC"), *map(shutil.which, ("gcc", "clang"))))
+    return importlib.util.find_spec("triton") is not None and any(compilers)
 
 
 def compute_loss(closure: Callable[[], Any] | None) -> Any:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import dist
@@ -19,10 +19,10 @@ DRAWN = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)
 
 
 class DrawnInThreads(TorchDispatchMode):
-    """Within it, other threads fill large tensors with random numbers; any other use of such a tensor waits for that.
+    """Within it, other threads fill large tensors with random numbers; an operator that takes such a tensor waits for that.
 
     Each has a generator of its own, whose seed the usual generator draws: the number of threads changes nothing. Small
-    tensors are drawn as without it.
+    tensors are drawn as without it. What is no operator does not wait, such as data_ptr, or a view in NumPy that is kept.
     """
 
     def __enter__(self) -> DrawnInThreads:
@@ -34,9 +34,10 @@ class DrawnInThreads(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._pool.shutdown()
-        for future in self._begun.values():
-            future.result()
+        self._pool.shutdown(cancel_futures=error[0] is not None)
+        if error[0] is None:
+            for future in self._begun.values():
+                future.result()
 
     def __torch_dispatch__(
         self, operator: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -58,8 +59,10 @@ def _draw(operator: Any, args: Sequence[Any], seed: int) -> None:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.numel() >= LARGE
+    return _address(tensor) != 0 and tensor.numel() >= LARGE
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.device.type == "cpu" else 0
+    """Return where a plain tensor's numbers are in the host's memory; 0: they are not, or it is of another kind."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if is_plain and tensor.device.type == "cpu" else 0
