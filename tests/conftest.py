@@ -134,7 +134,7 @@ def run(*command: str, timeout: int = 500, **variables: str) -> subprocess.Compl
 
 
 IN_PART_1 = """
-    adopt bench_data bench_scale benchmark buckets cache_space canonical_nodes checkpoints damaged_run_folder
+    adamw_kernel adopt bench_data bench_scale benchmark buckets cache_space canonical_nodes checkpoints damaged_run_folder
     data encoders end_to_end eval_images evaluation export families faults flux_encodings hub interrupted_evaluation
     latents lora_runs masking metric_names miniature mixture mlflow mlperf_log moments order page parts profile
     reader reader_waits refused_starts resume sample_randomness sharding shards shared_cache sources

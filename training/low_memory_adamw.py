@@ -21,6 +21,7 @@ A tensor of fewer than SMALL numbers keeps float32 moments, as in torchao and bi
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import math
@@ -62,6 +63,7 @@ def problems(config: OptimizerConfig, precision: str | None) -> list[tuple[str, 
     return messages
 
 
+@functools.cache  # asked for each tensor of each step
 def has_triton() -> bool:
     """Return whether Triton can build a kernel: torch brings it on Linux, and it needs a C compiler."""
     compilers = filter(None, (os.environ.get("CC"), *map(shutil.which, ("gcc", "clang"))))
