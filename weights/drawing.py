@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import dist
+from common.private_api import require_private_api
 from weights.tensors import iterate_tensors
+
+MODES = "torch.utils._python_dispatch"
+require_private_api(MODES, "TorchDispatchMode", why="other threads draw a network's large tensors")
 
 LARGE = 2**20  # numbers of a tensor that another thread fills
 DRAWN = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)
