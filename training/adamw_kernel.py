@@ -1,8 +1,7 @@
 """Low-memory AdamW in one pass over a GPU's memory, in Triton: the steps of training/low_memory_adamw.py, bit for bit.
 
-It is bound by memory. With weights, gradients and moments in bfloat16 a step moves 14 bytes a number, with moments in 8 bits
-10: each is read once and written once. The same in PyTorch's operators is 38 kernels that move 306 bytes, and 130 that move
-1,512. Nothing is kept aside.
+With weights, gradients and moments in bfloat16 a step moves 14 bytes a number, with moments in 8 bits 10: each is read once
+and written once. On an H200 PyTorch's operators take 40 and 16 times as long (reports/results/optimizer_gpu.json).
 
 To be equal bit for bit, each operation rounds by itself: there is no fused multiply-add, and quotients and roots are exact.
 """
