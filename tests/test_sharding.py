@@ -24,9 +24,16 @@ from training.initial_weights import load
 
 TOLERANCE = 1e-6
 NAME = "shard-00002-model-00001-of-00001.safetensors"
-# The rate of Stable Diffusion: AdamW's first step moves each weight by it, whatever its gradient, so that where a gradient is
-# of the size of eps (1e-8) its last digits are a part of the rate.
-KEYS = ["optimizer.lr=1e-4", "ema.enabled=true", "save.every_images=8", "save.keep=99", "save.snapshot_every_images=16"]
+# The rate of Stable Diffusion. AdamW's first step moves each weight by it, whatever its gradient; where that is as small as
+# eps, the order in which ranks are added moves the weight too. With the usual 1e-8 one weight was 2e-6 apart on four ranks.
+KEYS = [
+    "optimizer.lr=1e-4",
+    "optimizer.eps=1e-6",
+    "ema.enabled=true",
+    "save.every_images=8",
+    "save.keep=99",
+    "save.snapshot_every_images=16",
+]
 
 
 @pytest.fixture(scope="module")
@@ -275,5 +282,4 @@ def test_hybrid_on_two_machines_trains_as_whole_weights_on_four_ranks(words_of, 
     with started(*command(1)) as other:
         done = run(*command(0), timeout=300)
         assert done.returncode == 0 and other.wait(timeout=60) == 0, done.stdout + done.stderr
-    # A tenth of the rate: four gradients are added in another order. One that is left out moves a weight by the rate.
-    assert distance(tmp_path / "hybrid", tmp_path / "ddp") < 10 * TOLERANCE
+    assert distance(tmp_path / "hybrid", tmp_path / "ddp") < TOLERANCE
