@@ -324,7 +324,7 @@ study: $(STAMP)  ## the miniature in five kinds of numbers, at two learning rate
 	OMP_NUM_THREADS=1 $(PY) sweep.py yamls/sweeps/shapes_precision.yaml jobs=2
 
 gpu:  ## on a GPU machine: rungs of SD2, FLUX.1 and SDXL, and tests/gpu, the most telling first -> reports/results/ (BUDGET=540 seconds a call; interpreter at hand)
-	$(PYTHON) -m bench.gpu budget_sec=$(or $(BUDGET),540) $(LADDERS)
+	$(PYTHON) -m bench.gpu $(BUDGET:%=budget_sec=%) $(LADDERS)
 
 gpu-latency:  ## on a GPU machine: seconds from caption to image of SD2 and SD 1.5, beside diffusers' pipeline -> reports/results/ (interpreter at hand)
 	$(PYTHON) -m bench.latency results=reports/results/latency_gpu.json

@@ -31,6 +31,7 @@ from bench.ladder import (
     Ladder,
     Rung,
     is_done,
+    is_known,
     is_of,
     log_unknown_commit,
     read_ladder,
@@ -40,7 +41,8 @@ from bench.ladder import (
     with_ratios,
 )
 from common.command import command
-from common.command_line import Problem, parse_command_line
+from common.command_line import parse_command_line
+from common.errors import ConfigError
 from common.files import write_json, write_problem
 from common.value_types import limited
 from config import load, to_yaml
@@ -80,15 +82,14 @@ class Step:
     """It is given the seconds that are left, and returns its record."""
 
 
-def _problems(config: GpuConfig, paths: Sequence[str]) -> list[Problem]:
+def _problems(config: GpuConfig, paths: Sequence[str]) -> list[str]:
     """Return what would be known only after minutes."""
-    problems = [Problem(f"results: {text}", ("results",))] if (text := write_problem(config.results)) else []
+    problems = [f"results: {text}"] if (text := write_problem(config.results)) else []
     if not torch.cuda.is_available() and (blocked := [path for path in paths if read_ladder(path).needs_gpu]):
-        text = f"{', '.join(blocked)}: need a GPU, and torch finds none here. Give yamls/ladders/sd2_tiny_cpu.yaml"
-        problems.append(Problem(f"{text}.", ("budget_sec",)))
+        text = "need a GPU, and torch finds none here. Give yamls/ladders/sd2_tiny_cpu.yaml"
+        problems.append(f"{', '.join(blocked)}: {text}.")
     if len({Path(path).stem for path in paths}) < len(paths):
-        text = f"{', '.join(paths)}: two have one name, and would share their records. Rename one of them."
-        problems.append(Problem(text, ("budget_sec",)))
+        problems.append(f"{', '.join(paths)}: two have one name, and would share their records. Rename one of them.")
     return problems
 
 
@@ -122,14 +123,11 @@ def fitted(rung: Rung, left_sec: float) -> dict[str, Any]:
 
 
 def _fewer_images_a_pass(rung: Rung, record: dict[str, Any]) -> int | None:
-    """Return how many images a pass to try after this record; None: memory is not why, or one was tried."""
+    """Return how many images a pass to try after this record; None: memory is not the reason, or it was one image."""
     given = [int(key.split("=")[1]) for key in rung.keys if re.fullmatch(rf"{PASSES}=\d+", key)]
     room = re.search(rf"{PASSES}=(\d+) or less", record.get("output_end", ""))
-    if (
-        not given
-        or given[-1] == 1
-        or not (record["status"] == "out_of_memory" or (record["status"] == "refused" and room))
-    ):
+    is_memory = record["status"] == "out_of_memory" or (record["status"] == "refused" and room is not None)
+    if not is_memory or not given or given[-1] == 1:
         return None
     most = min(int(room[1]), given[-1] - 1) if room else given[-1] // 2
     return max(number for number in range(1, most + 1) if given[-1] % number == 0)
@@ -154,16 +152,19 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; see the head of this file."""
     paths = [word for word in argv if word.endswith(".yaml") and "=" not in word] or LADDERS
     command_line = parse_command_line([word for word in argv if word not in paths], {})
-    config = load(GpuConfig, command_line, check=lambda config: _problems(config, paths))
+    config = load(GpuConfig, command_line, check=lambda config: [])
     if command_line.print_config:
         print(to_yaml(config), end="")
         return 0
+    if problems := _problems(config, paths):
+        raise ConfigError(problems)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an interrupt: the step is ended first
     until, here, results = time.monotonic() + config.budget_sec, commit(), Path(config.results).resolve()
     ladders = [read_ladder(path) for path in paths]
     call, started, statuses = f"{time.time():.0f}", False, []
     log_unknown_commit("bench.gpu", here)
-    for step in sorted(steps_of(ladders, results), key=lambda step: _is_measured(step, here)):
+    steps = steps_of(ladders, results)
+    for step in sorted(steps, key=lambda step: _is_measured(step, here)):
         left_sec = until - time.monotonic()
         if is_done(step.path, here):
             outcome = "has a record of this commit"
@@ -177,15 +178,15 @@ def main(argv: Sequence[str]) -> int:
             statuses.append(record["status"])
             outcome = f"{record['status']} after {record['process_seconds']:.0f} s"
         print(f"{step.path.relative_to(results).with_suffix('')}: {outcome}", flush=True)
-    records = [read_record(step.path) for step in steps_of(ladders, results)]
     print_tables(ladders, results)
-    return 0 if any(records) and not {"failed", "killed"} & set(statuses) else 1
+    is_any = any(read_record(step.path) for step in steps)
+    return 0 if is_any and not {"failed", "killed"} & set(statuses) else 1
 
 
 def _is_measured(step: Step, here: str | None) -> bool:
     """True if there is a record of it, also of a failure; where no commit names the code, of any code."""
     record = read_record(step.path)
-    return is_of(record, here) or (record is not None and not is_of({"commit": here}, here))
+    return is_of(record, here) if is_known(here) else record is not None
 
 
 def print_tables(ladders: Sequence[Ladder], results: Path) -> None:

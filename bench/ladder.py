@@ -183,10 +183,14 @@ def read_record(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and {"rung", "status"} <= record.keys() else None
 
 
+def is_known(name: str | None) -> bool:
+    """True for the name of a commit without changes to it."""
+    return name is not None and not name.endswith("+changes")
+
+
 def is_of(record: Mapping[str, Any] | None, here: str | None) -> bool:
     """True for a record of this commit; without one, or with changes, nothing says that a record is of this code."""
-    is_commit = here is not None and not here.endswith("+changes")
-    return is_commit and record is not None and record.get("commit") == here
+    return is_known(here) and record is not None and record.get("commit") == here
 
 
 def is_done(path: Path, here: str | None) -> bool:
@@ -197,7 +201,7 @@ def is_done(path: Path, here: str | None) -> bool:
 
 def log_unknown_commit(name: str, here: str | None) -> None:
     """Say why every rung runs again, where it does."""
-    if here is None or here.endswith("+changes"):
+    if not is_known(here):
         text = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
         log.info(f"{name}: {text}, so every rung runs again; those without a record first")
 
@@ -240,8 +244,7 @@ def _ratio(record: Mapping[str, Any], other: Mapping[str, Any] | None) -> float 
     if other is None or not (record.get(SPEED) and other.get(SPEED)):
         return None
     # Without a commit, or with changes to it, only the rungs of one call are of one code.
-    is_commit = record.get("commit") is not None and not record["commit"].endswith("+changes")
-    same = ("device", "commit") if is_commit else ("device", "commit", "call")
+    same = ("device", "commit") if is_known(record.get("commit")) else ("device", "commit", "call")
     is_same = all(record.get(key) == other.get(key) for key in same)
     return float(f"{record[SPEED] / other[SPEED]:.3g}") if is_same else None
 

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -30,12 +29,10 @@ from torch import nn
 from bench.command import Figures, measure_and_record, rounded, take_turns
 from common.command import command
 from common.value_types import limited
-from training import low_memory_adamw
-from training.low_memory_adamw import BYTES_OF_STATES, SmallAdamW
+from training.low_memory_adamw import BYTES_OF_STATES, SmallAdamW, has_triton
 
 SIDE = 3072
 STEPS_A_TURN = 5
-LARGE_PIECE = 2**23  # on a GPU the operators are faster on larger parts of a tensor
 LR, BETAS, EPS = 1e-4, (0.9, 0.999), 1e-8
 
 
@@ -63,17 +60,16 @@ def _turn(name: str, num: int, device: torch.device) -> float:
         optimizer = torch.optim.AdamW(weights, lr=LR, betas=BETAS, eps=EPS, fused=True)
     else:
         optimizer = SmallAdamW([{"params": weights, "weight_decay": 0.01}], lr=LR, betas=BETAS, eps=EPS, states=states)
+        optimizer.has_kernel = kind == "kernel"
     synchronize: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times = []
-    piece = LARGE_PIECE if device.type == "cuda" else low_memory_adamw.PIECE
-    with mock.patch.multiple(low_memory_adamw, has_triton=lambda: kind == "kernel", PIECE=piece):
-        optimizer.step()  # makes the moments, and compiles the kernel
-        for _ in range(STEPS_A_TURN):
-            synchronize()
-            began = time.perf_counter()
-            optimizer.step()
-            synchronize()
-            times.append(time.perf_counter() - began)
+    optimizer.step()  # makes the moments, and compiles the kernel
+    for _ in range(STEPS_A_TURN):
+        synchronize()
+        began = time.perf_counter()
+        optimizer.step()
+        synchronize()
+        times.append(time.perf_counter() - began)
     return 1e3 * min(times)
 
 
@@ -82,7 +78,7 @@ def measure(config: OptimizerBenchConfig) -> dict[str, Any]:
     device, figures = torch.device("cuda" if torch.cuda.is_available() else "cpu"), Figures()
     num = round(config.num_parameters / SIDE**2)
     names = ["torch_fp32", "operators_bf16", "operators_8bit"]
-    if device.type == "cuda" and low_memory_adamw.has_triton():
+    if device.type == "cuda" and has_triton():
         names += ["kernel_bf16", "kernel_8bit"]
     turns = {name: functools.partial(_turn, name, num, device) for name in names}
     for name, values in take_turns(turns, config.rounds).items():

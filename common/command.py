@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from common import interrupts, masking
+from common import dist, interrupts, masking
 from common.command_help import print_help
 from common.errors import ConfigError, Failed, Refused
 from common.log import EVERY_RANK, log
@@ -56,7 +56,7 @@ def command(
 
 def wait_for_first_rank(limit_sec: float = FIRST_SEC) -> None:
     """Wait on a machine's other ranks: the launcher ends them when the first one leaves, and returns its code."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if dist.get_local_rank() > 0:
         time.sleep(limit_sec)
 
 

@@ -1,4 +1,4 @@
-"""Read the shards of a stage one by one, from a folder or a store, and do something to their samples in threads, in order."""
+"""Open the shards of a stage, from a folder or a store, and work on their samples in threads without changing the order."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def abort_all_ranks(text: str, code: int = 1) -> None:
         code: what all ranks are to exit with.
     """
     stop_watchdogs()
-    is_first, first_is_gone = os.environ.get("LOCAL_RANK", "0") == "0", False
+    is_first, first_is_gone = dist.get_local_rank() == 0, False
     if not is_first:
         _obey_launcher()  # which ends it when the first one has heard, and left
     try:

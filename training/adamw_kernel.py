@@ -130,7 +130,7 @@ def update(
         gradients: the same shape, any floating-point type.
         moments: exp_avg and exp_avg_sq (num,) in float32 or bfloat16; or uint8 codes (num / 256, 256), and their scales.
         tables: of 8-bit moments, by name: 256 values, then 255 borders, float32.
-        factors: see `_update_piece`.
+        factors: as `_factors` returns them.
         keys: of the random bits; None: round to the nearest.
     """
     mean, square = moments["exp_avg"], moments["exp_avg_sq"]
@@ -142,4 +142,4 @@ def update(
     num = weights.numel()
     options = {"IN_8_BITS": in_8_bits, "STOCHASTIC": keys is not None, "ROWS": ROWS, "enable_fp_fusion": False}
     grid = (triton.cdiv(num, ROWS * BLOCK.value),)
-    step_kernel[grid](weights, gradients, mean, square, *more, num, *(keys or (0, 0)), *factors.values(), **options)
+    step_kernel[grid](weights, gradients, mean, square, *more, num, *(keys or (0, 0)), **factors, **options)

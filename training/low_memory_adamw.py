@@ -13,7 +13,7 @@ The random bits of a number come from (seed, step, tensor, part, its place) alon
 a stopped run resumes bit for bit. Ranks that hold the same part of a tensor draw the same. Torchao's AdamW draws from torch's
 generator, whose state differs from rank to rank, so that copies of a weight would drift apart: it is not used.
 
-On a GPU one kernel does a step (training/adamw_kernel.py); here are the same steps in PyTorch's operators, equal bit for bit.
+On a GPU a Triton kernel does this (training/adamw_kernel.py); a CPU takes PyTorch's operators. They are equal bit for bit.
 
 A tensor of fewer than SMALL numbers keeps float32 moments, as in torchao and bitsandbytes. Parameters may be DTensors
 (FSDP2): each rank updates its own part, and the moments are DTensors of the same placement; 8-bit ones are never shared out.
@@ -21,7 +21,6 @@ A tensor of fewer than SMALL numbers keeps float32 moments, as in torchao and bi
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import math
@@ -42,7 +41,8 @@ if TYPE_CHECKING:
 UPDATE = "optimizer.update"  # range of a profile
 SMALL = 4096  # numbers of a tensor; as torchao 0.16.0 has it, optim/adam.py
 BLOCK = 256  # numbers that share a scale; the same
-PIECE = 2**18  # numbers that are updated at once: what a piece takes stays in a processor's cache
+PIECE = {"cpu": 2**18, "cuda": 2**23}
+"""Numbers that the operators update at once: what a piece takes stays in a processor's cache, or fills a GPU."""
 CODES = 256
 SMALLEST_SCALE = 1e-12  # of a block of zeros
 GOLDEN = 0x9E3779B9 - 2**32  # 2^32 over the golden ratio: the bits of the weights are others than those of the moments
@@ -63,11 +63,10 @@ def problems(config: OptimizerConfig, precision: str | None) -> list[tuple[str, 
     return messages
 
 
-@functools.cache  # asked for each tensor of each step
 def has_triton() -> bool:
     """Return whether Triton can build a kernel: torch brings it on Linux, and it needs a C compiler."""
-    compilers = filter(None, (os.environ.get("CC"), *map(shutil.which, ("gcc", "clang"))))
-    return importlib.util.find_spec("triton") is not None and any(compilers)
+    has_compiler = bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
+    return has_compiler and importlib.util.find_spec("triton") is not None
 
 
 def compute_loss(closure: Callable[[], Any] | None) -> Any:
@@ -79,7 +78,7 @@ def compute_loss(closure: Callable[[], Any] | None) -> Any:
 
 
 class SmallAdamW(torch.optim.Optimizer):
-    """AdamW of any of these kinds, on any device; without `fused` and `foreach`, tensor by tensor.
+    """AdamW of any of these kinds, on any device, tensor by tensor.
 
     Args:
         groups: as torch.optim.AdamW takes them.
@@ -101,6 +100,7 @@ class SmallAdamW(torch.optim.Optimizer):
     ):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.states, self.stochastic, self.seed = states, stochastic, seed
+        self.has_kernel = has_triton()
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
 
     @torch.no_grad()
@@ -127,13 +127,14 @@ class SmallAdamW(torch.optim.Optimizer):
         moments = {key: local_shard(value) for key, value in state.items() if key != "step"}
         factors = _factors(int(state["step"]), group)
         keys = self._keys(parameter, index, int(state["step"])) if self.stochastic else None
-        if flat.is_cuda and has_triton():
+        if flat.is_cuda and self.has_kernel:
             from training import adamw_kernel
 
             adamw_kernel.update(flat, gradients, moments, self._tables_on(flat.device), factors, keys)
         else:
-            for start in range(0, flat.numel(), PIECE):
-                piece = slice(start, min(start + PIECE, flat.numel()))
+            size = PIECE[flat.device.type]
+            for start in range(0, flat.numel(), size):
+                piece = slice(start, min(start + size, flat.numel()))
                 self._update_piece(flat[piece], gradients[piece].float(), moments, piece, factors, keys)
         if not weights.is_contiguous():
             weights.copy_(flat.view(weights.shape))
@@ -238,7 +239,7 @@ class SmallAdamW(torch.optim.Optimizer):
 
 
 def _factors(step: int, group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the factors of a step; the first is 1."""
+    """Return the factors of step number `step`, from 1."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     return {
         "kept": 1 - lr * group["weight_decay"],

@@ -1,4 +1,4 @@
-"""Draw a network's first weights with all of a rank's cores: with one, FLUX.1's 11.9 billion take two minutes."""
+"""Draw a network's first weights with all of a rank's cores: with one, FLUX.1's 11.9 billion take over a minute."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from common import dist
 from common.private_api import require_private_api
 from weights.tensors import iterate_tensors
 
-MODES = "torch.utils._python_dispatch"
-require_private_api(MODES, "TorchDispatchMode", why="other threads draw a network's large tensors")
+require_private_api("torch.utils._python_dispatch", "TorchDispatchMode", why="other threads draw large tensors")
 
 LARGE = 2**20  # numbers of a tensor that another thread fills
 DRAWN = (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)

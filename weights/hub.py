@@ -13,13 +13,13 @@ import contextlib
 import difflib
 import errno
 import functools
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from common import dist
 from common.files import write_atomic
 from common.log import log
 from common.value_types import truncate
@@ -136,7 +136,7 @@ def path_if_downloaded(text: str, required: RequiredFiles) -> Path | None:
     """
     if parse_hub_name(text) is None:
         return resolve_weights_path(text)
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if dist.get_local_rank() > 0:
         return None
     model = resolve_name(text, required)
     return None if model.missing else resolve_weights_path(str(model.name))
