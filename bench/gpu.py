@@ -51,7 +51,7 @@ from run_folder.environment import commit, device_name
 
 LADDERS = tuple(f"yamls/ladders/{name}.yaml" for name in ("sd2_512", "families", "sd2_512_evaluation"))
 FIRST = ("cudnn_benchmark", "predecessor", "moments", "tests", "flux_512_mb10", "sdxl_1024_cudnn_attention", "mb64")
-"""Steps by value; the others follow in the order of their files."""
+"""The most telling steps, in order; the others follow as in their files."""
 SECONDS = {"compile=whole": 220, "yamls/flux_512_synthetic.yaml": 150, "yamls/sdxl_1024_synthetic.yaml": 60}
 """What a rung takes on an H200 besides SECONDS_OF_A_RUNG, if these are among its words: compiling, and drawing weights."""
 SECONDS_OF_A_RUNG, SECONDS_OF_THE_TESTS = 70, 280
@@ -94,7 +94,7 @@ def _problems(config: GpuConfig, paths: Sequence[str]) -> list[str]:
 
 
 def steps_of(ladders: Sequence[Ladder], results: Path) -> list[Step]:
-    """Return all steps, by value."""
+    """Return all steps, the most telling first."""
     steps = [
         Step(rung.name, results / ladder.name / f"{rung.name}.json", _seconds(rung), functools.partial(fitted, rung))
         for ladder in ladders

@@ -288,7 +288,7 @@ class RunRecord(Callback):
         parts = [f"step {line['batch']:,}{num_steps}", f"{images:,} images"]
         parts += [] if self.loss is None else [f"loss {self.loss:.4g}"]
         speed, wall_speed = line["images_per_sec"], line["images_per_sec_wall"]
-        if first_step_sec := self._long_first_step_sec(line):  # it compiled: others say more of those to come
+        if first_step_sec := self._long_first_step_sec(line):  # it compiled: the other steps tell the speed
             others, train_sec = 1.0 - 1.0 / line["window_batches"], line["train_sec"]
             wall_sec = train_sec * speed / wall_speed
             speed *= others * train_sec / (train_sec - first_step_sec)

@@ -45,7 +45,7 @@ PIECE = {"cpu": 2**18, "cuda": 2**23}
 """Numbers that the operators update at once: what a piece takes stays in a processor's cache, or fills a GPU."""
 CODES = 256
 SMALLEST_SCALE = 1e-12  # of a block of zeros
-GOLDEN = 0x9E3779B9 - 2**32  # 2^32 over the golden ratio: the bits of the weights are others than those of the moments
+GOLDEN = 0x9E3779B9 - 2**32  # 2^32 over the golden ratio, so that weights get other bits than moments
 BYTES_OF_STATES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}
 """Of both moments, a number of a tensor that is not small."""
 NAMES = {"exp_avg": True, "exp_avg_sq": False}
