@@ -25,7 +25,8 @@ class DrawnInThreads(TorchDispatchMode):
     """Within it, other threads fill large tensors with random numbers; an operator that takes such a tensor waits for that.
 
     Each has a generator of its own, whose seed the usual generator draws: the number of threads changes nothing. Small
-    tensors are drawn as without it. Access that is not an operator, such as data_ptr or an existing NumPy view, does not wait.
+    tensors are drawn as without it. Access that is not an operator, such as data_ptr or an existing NumPy view, does
+    not wait.
     """
 
     def __enter__(self) -> DrawnInThreads:
