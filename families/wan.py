@@ -7,10 +7,13 @@ and diffusers' pipelines.
     i2v         14 B, for 480 lines               16 channels, 8 px    the first frame: its latents, a mask, CLIP's states
     t2v         14 B                              16 channels, 8 px    nothing
     t2v_1.3b    1.3 B                             16 channels, 8 px    nothing
-    ti2v_5b     5 B, of Wan 2.2                   48 channels, 16 px   nothing: it is trained as text to video here
+    ti2v_5b     5 B, of Wan 2.2                   48 channels, 16 px   nothing: text to video
+    i2v_5b      the same                          the same             the first frame's latent
 
-Image to video: the network's 36 input channels are the noisy latent's 16; 4 of the mask, 1 where a frame is given; and the 16
-of a video that has the first frame and then grey.
+Image to video, `i2v`: the network's 36 input channels are the noisy latent's 16; 4 of the mask, 1 where a frame is given; and
+the 16 of a video that has the first frame and then grey.
+`i2v_5b`: the first latent frame is the given one, without noise, and its tokens have time 0. Its velocity is known, so it has
+no gradient, and sampling ends at the given frame.
 
 Sampling is Euler's method, with the times that WanPipeline takes with diffusers' FlowMatchEulerDiscreteScheduler. Published
 folders have UniPC instead, which is of order 2 and rounds its times down to thousandths.
@@ -19,7 +22,7 @@ Shapes: B batch, F frames, H W height and width in px, L = 512 text tokens, D = 
 of CLIP, E = 1280 their width.
     videos (B, 3, F, H, W) -> moments (B, 32, f, H/8, W/8) -> latents (B, 16, f, H/8, W/8), f = 1 + (F - 1) / 4
     umt5_tokens (B, L) -> text (B, L, D), zeros after the caption
-    videos -> first_frame (B, 16, f, H/8, W/8), image_states (B, N, E)
+    videos -> first_frame (B, 16, f, H/8, W/8), image_states (B, N, E); of i2v_5b first_frame (B, 48, 1, H/16, W/16)
 """
 
 from __future__ import annotations
@@ -95,7 +98,8 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "t2v_1.3b": SMALL_TRANSFORMER,
     }.items()
 }
-SIZES["ti2v_5b"] = {
+OF_5B = ("ti2v_5b", "i2v_5b")
+SIZES["ti2v_5b"] = SIZES["i2v_5b"] = {
     "full": FULL_ENCODERS
     | {"transformer": MIDDLE_TRANSFORMER, "vae": VAE_16X | dict(base_dim=160, decoder_base_dim=256)},
     "tiny": TINY_ENCODERS
@@ -107,7 +111,7 @@ SIZES["ti2v_5b"] = {
 """Variant -> preset -> what it sets of the libraries' classes. tiny: 2.8 M parameters with its encoders, 2.1 M of them in
 UMT5's token table."""
 ON_HUB = {"i2v": hub_names.WAN_I2V, "t2v": hub_names.WAN_T2V, "t2v_1.3b": hub_names.WAN_T2V_SMALL}
-ON_HUB |= {"ti2v_5b": hub_names.WAN_TI2V}
+ON_HUB |= dict.fromkeys(OF_5B, hub_names.WAN_TI2V)
 
 
 def build(preset: str, variant: str) -> Wan:
@@ -137,14 +141,17 @@ class Wan(VideoFamily):
 
     def __init__(self, sizes: Mapping[str, dict[str, Any]], variant: str):
         self.sizes, self.variant = sizes, variant
-        self.has_first_frame = variant == "i2v"
+        self.has_first_frame, self.has_clip = variant in ("i2v", "i2v_5b"), variant == "i2v"
         name = "WanImageToVideoPipeline" if self.has_first_frame else "WanPipeline"
+        absent = ("transformer_2", *(("image_encoder", "image_processor") if variant == "i2v_5b" else ()))
         # expand_timesteps: a time for each token, all equal without a first frame
-        self.pipeline = Pipeline(name, {"expand_timesteps": variant == "ti2v_5b"}, ("transformer_2",))
+        self.pipeline = Pipeline(name, {"expand_timesteps": variant in OF_5B}, absent)
+        if variant == "i2v_5b":
+            self.token_arguments = {"rotary_emb": 1, "temb": 1}
         self.text_width = sizes["umt5"]["d_model"]
         self.umt5_tokenizer = T5Tokenizer(self.num_tokens)
         self.latent_means, self.latent_stds = wan_autoencoder.MEANS, wan_autoencoder.STDS
-        if variant == "ti2v_5b":
+        if variant in OF_5B:
             self.latent_means, self.latent_stds = wan_autoencoder.MEANS_16X, wan_autoencoder.STDS_16X
             self.latent_channels, self.pixels_per_latent, self.side_multiple = 48, 16, 32
             self.num_frames, self.frames_per_sec = 121, 24.0
@@ -153,8 +160,9 @@ class Wan(VideoFamily):
         return {"umt5_tokens": Column((self.num_tokens,), torch.int64, below=UMT5_VOCABULARY)}
 
     def image_columns(self, size: ImageSize) -> dict[str, Column]:
-        if not self.has_first_frame:
-            return {}
+        if not self.has_clip:
+            channels, _, *sides = self.latent_shape(size)
+            return {"first_frame": Column((channels, 1, *sides), torch.float16)} if self.has_first_frame else {}
         clip = self.sizes["clip"]
         num_states = 1 + (clip["image_size"] // clip["patch_size"]) ** 2
         return {
@@ -164,13 +172,13 @@ class Wan(VideoFamily):
 
     def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
         """Return 5; for image to video of 480 lines, 832 x 480 px or less, 3: _validate_args in generate.py of Wan 2.1."""
-        return 3.0 if self.has_first_frame and latent[-2] * latent[-1] <= MAX_LATENTS_480P else 5.0
+        return 3.0 if self.has_clip and latent[-2] * latent[-1] <= MAX_LATENTS_480P else 5.0
 
     def build_denoiser(self) -> nn.Module:
         from diffusers.models import WanTransformer3DModel
 
         sizes, image_sizes = self.sizes["transformer"], dict(in_channels=self.latent_channels)
-        if self.has_first_frame:
+        if self.has_clip:
             width = sizes["num_attention_heads"] * sizes.get("attention_head_dim", 128)
             channels = 2 * self.latent_channels + MASK_CHANNELS
             image_sizes = dict(
@@ -183,7 +191,7 @@ class Wan(VideoFamily):
 
         umt5 = t5_config(multilingual=True, **self.sizes["umt5"])
         encoders: dict[str, nn.Module] = {"vae": AutoencoderKLWan(**self.sizes["vae"]), "umt5": T5Text(umt5)}
-        if self.has_first_frame:
+        if self.has_clip:
             from transformers import CLIPVisionConfig
 
             encoders["clip"] = ClipVision(CLIPVisionConfig(hidden_act="gelu", **self.sizes["clip"]))
@@ -195,7 +203,7 @@ class Wan(VideoFamily):
             "umt5": ldm_names.t5_text_in_folder("text_encoder"),
             "denoiser": ldm_names.network_in_folder("transformer", "WanTransformer3DModel", "num_attention_heads"),
         }
-        return names | ({"clip": ldm_names.clip_vision} if self.has_first_frame else {})
+        return names | ({"clip": ldm_names.clip_vision} if self.has_clip else {})
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
         return {"umt5_tokens": self.umt5_tokenizer([clean_caption(caption) for caption in captions])}
@@ -207,7 +215,7 @@ class Wan(VideoFamily):
     def save_tokenizers(self, folder: Path) -> dict[str, str]:
         published = self.umt5_tokenizer.published
         classes = {"tokenizer": pipeline_files.save_t5_tokenizer(folder / "tokenizer", published, self.num_tokens)}
-        if not self.has_first_frame:
+        if not self.has_clip:
             return classes
         processor = folder / "image_processor"
         side = self.sizes["clip"]["image_size"]
@@ -221,12 +229,16 @@ class Wan(VideoFamily):
     def encode_image_columns(self, encoders: Mapping[str, nn.Module], images: Tensor) -> dict[str, Tensor]:
         if not self.has_first_frame:
             return {}
-        first = torch.zeros_like(images)
-        first[:, :, 0] = images[:, :, 0]
+        first = images[:, :, :1]
+        if self.has_clip:
+            first = torch.cat([first, torch.zeros_like(images[:, :, 1:])], dim=2)
         means, _ = self.encode_images(encoders, first).float().chunk(2, dim=1)
-        return {"first_frame": self.normalize_latents(means), "image_states": encoders["clip"](images[:, :, 0])}
+        columns = {"first_frame": self.normalize_latents(means)}
+        return columns | ({"image_states": encoders["clip"](images[:, :, 0])} if self.has_clip else {})
 
     def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
+        if self.variant == "i2v_5b":
+            return self._denoise_after_first_frame(denoiser, noisy, times, condition)
         states = None
         if self.has_first_frame:
             mask = torch.zeros(len(noisy), MASK_CHANNELS, *noisy.shape[2:], dtype=noisy.dtype, device=noisy.device)
@@ -240,6 +252,21 @@ class Wan(VideoFamily):
             encoder_hidden_states_image=states,
             return_dict=False,
         )[0]
+
+    def _denoise_after_first_frame(
+        self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]
+    ) -> Tensor:
+        first, rest = condition["first_frame"].to(noisy.dtype), noisy[:, :, 1:]
+        height, width = (side // 2 for side in noisy.shape[3:])  # a token is 2 x 2 latent positions of a frame
+        of_frames = torch.cat([torch.zeros_like(times)[:, None], times[:, None].expand(-1, rest.shape[2])], dim=1)
+        velocity = denoiser(
+            torch.cat([first, rest], dim=2),
+            timestep=1000.0 * of_frames.repeat_interleave(height * width, dim=1),
+            encoder_hidden_states=condition["text"],
+            return_dict=False,
+        )[0]
+        to_first = (noisy[:, :, :1] - first) / times.reshape(-1, 1, 1, 1, 1)
+        return torch.cat([to_first.to(velocity.dtype), velocity[:, :, 1:]], dim=2)
 
     def pipeline_scheduler(self, sampler: str, prediction: str, *, zero_terminal_snr: bool, size: ImageSize) -> Any:
         from diffusers import FlowMatchEulerDiscreteScheduler

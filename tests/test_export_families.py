@@ -48,6 +48,7 @@ MODELS = {
     "wan_t2v": ("wan", "t2v", "euler", 5.0),
     "wan_ti2v_5b": ("wan", "ti2v_5b", "euler", 5.0),
     "wan_i2v": ("wan", "i2v", "euler", 5.0),
+    "wan_i2v_5b": ("wan", "i2v_5b", "euler", 5.0),
 }
 FIRST_FRAME = (200, 40, 90)  # of one color: transformers rounds a resized image to bytes
 
@@ -85,7 +86,7 @@ def test_plain_diffusers_draws_the_models_images_from_the_folder(name, folders):
     captions = [CAPTIONS[0], ""] if name == "mochi" else CAPTIONS  # whose empty caption has no token
     tokens, noise = model.family.tokenize(captions), prompt_noise(0, [0, 1], model.latent_shape)
     size, condition, more = size_of(name), None, {}
-    if name == "wan_i2v":
+    if model.image_columns:
         more["image"] = Image.new("RGB", size[:2], FIRST_FRAME)
         frames = torch.from_numpy(np.array(more["image"])).permute(2, 0, 1)[None, :, None].repeat(2, 1, size[2], 1, 1)
         condition = {column: model.encode_images(frames)[column] for column in model.image_columns}

@@ -39,7 +39,7 @@ VARIANTS = {
     "sana": ("1600m", "600m"),
     "mochi": ("stock",),
     "hunyuan_video": ("stock",),
-    "wan": ("i2v", "t2v", "t2v_1.3b", "ti2v_5b"),
+    "wan": ("i2v", "t2v", "t2v_1.3b", "ti2v_5b", "i2v_5b"),
     "shapes": ("stock", "flow", "moving"),
 }
 MEMBERS = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
@@ -117,6 +117,7 @@ PARAMETERS = {
     ("wan", "i2v"): (16.395, {"vae": 0.127, "umt5": 5.681, "clip": 0.611}),
     ("wan", "t2v"): (14.288, {"vae": 0.127, "umt5": 5.681}),
     ("wan", "ti2v_5b"): (5.000, {"vae": 0.705, "umt5": 5.681}),
+    ("wan", "i2v_5b"): (5.000, {"vae": 0.705, "umt5": 5.681}),
     ("wan", "t2v_1.3b"): (1.419, {"vae": 0.127, "umt5": 5.681}),
 }
 """Of the denoiser and the encoders, exactly or in billions: those of the published files, or what the authors name.

@@ -110,6 +110,31 @@ def test_a_step_of_mochi_is_the_authors_and_sees_no_token_of_a_dropped_caption(s
     torch.testing.assert_close(gradients, of_theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_a_step_after_a_first_frame_is_that_of_wan_22_and_learns_from_the_other_frames():
+    """The first latent frame has no noise, its tokens have time 0, and the loss is of the others: see the pipeline."""
+    model, generator = test_families.without_zeros(tiny("wan", "i2v_5b")), torch.Generator().manual_seed(3)
+    videos = torch.randint(0, 256, (2, 3, 13, 32, 64), generator=generator, dtype=torch.uint8)
+    batch = model.draw({"videos": videos, **model.family.tokenize(CAPTIONS[::2])}, generator)
+    batch |= {"posterior_noise": torch.zeros_like(batch["noise"]), "caption_dropped": torch.zeros(2, dtype=torch.bool)}
+    loss = model.loss(model(batch), batch)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    data, condition = model.encode(batch)
+    t = batch["times"][:, None, None, None, None]
+    noisy = torch.cat([data[:, :, :1], ((1 - t) * data + t * batch["noise"])[:, :, 1:]], dim=2)
+    is_noisy = torch.ones(data.shape[2:])
+    is_noisy[0] = 0
+    times = 1000 * batch["times"][:, None] * is_noisy[:, ::2, ::2].flatten()
+    velocity = model.denoiser(noisy, encoder_hidden_states=condition["text"], timestep=times).sample[:, :, 1:]
+    errors = (velocity - (batch["noise"] - data)[:, :, 1:]) ** 2
+    expected = errors.mean() * 3 / 4  # of four frames one is known
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(gradients, {name: p.grad for name, p in model.named_parameters()}, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(("name", "variant"), [("mochi", "stock"), ("hunyuan_video", "stock"), ("wan", "i2v")])
 def test_latents_of_a_video_go_back_to_what_the_autoencoder_decodes(name, variant):
     """Scale, means and deviations, there and back; that those of decoding are right is in the pipelines' tests."""
