@@ -7,7 +7,7 @@
 
 A file is written under another name, synced, and renamed to one that holds the digest of its bytes: a file whose digest is
 not in its name is damaged, whatever ended its writer. No link points at "the latest". Reading is torch's `weights_only`:
-tensors and plain containers, nothing else.
+tensors and plain containers, nothing else. The checksums of its zip records are not computed, so only torch can unzip it.
 """
 
 from __future__ import annotations
@@ -78,11 +78,14 @@ def write_checkpoint(folder: Path, name: str, content: Mapping[str, Any]) -> Pat
         return folder / f"{name}-{digesting.digest.hexdigest()}.pt"
 
     with atomic_path(folder / name, path) as temporary, open(temporary, "wb") as file:
-        digesting = DigestingFile(file)
+        digesting, had_checksums = DigestingFile(file), torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)  # they take longer than the digest, which sees more
         try:
             torch.save(dict(content), digesting)
         except RuntimeError as error:
             raise (digesting.error or error) from error
+        finally:
+            torch.serialization.set_crc32_options(had_checksums)
     sync_to_disk(folder)
     sharded.remove_others(path(), name)
     return path()
