@@ -154,9 +154,9 @@ test-cluster: $(STAMP)  ## runs on a Slurm of two nodes; prepare.laion, and two 
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV))/$(CLUSTER) PATH="$(abspath $(VENV))/bin:$$PATH" \
 	  bash -c '$(PY) -m pytest -q tests/test_laion.py tests/test_laion_faults.py && $(PY) -m pytest -q tests/test_engines.py tests/test_locks.py tests/test_laion_end_to_end.py -k "$(ONLY)"'
 
-test-loggers: $(STAMP)  ## loggers.mlflow and the dashboard of W&B, with mlflow and wandb-workspaces, installed beside the environment
+test-loggers: $(STAMP)  ## the dashboard of W&B, with wandb-workspaces, installed beside the environment
 	test -e $(VENV)/$(LOGGERS) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(LOGGERS) -r requirements/loggers.lock
-	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(LOGGERS) PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/test_mlflow.py tests/test_wandb_dashboard.py
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(LOGGERS) PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/test_wandb_dashboard.py
 
 test-browser: $(STAMP)  ## the pages in Chromium (Debian: apt-get install chromium), with playwright, installed beside the environment
 	test -e $(VENV)/$(BROWSER) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(BROWSER) -r requirements/browser.lock

@@ -88,7 +88,7 @@ from training.builders import (
 from training.config import ALIASES, RunConfig, drop_keys_of_speed, resolve
 from training.finish import catch_up, draw_evaluations, log_next_command, outcome_of, page_if_it_fails, write_page
 from training.health import build_health
-from training.loggers import Destination, check_loggers, log_config
+from training.loggers import Destination, log_config, wandb_mode
 from training.start import find_standing, has_separate_folders
 from training.trainer import DIST_TIMEOUT_SEC, build_device
 
@@ -110,7 +110,7 @@ def train(requested: RunConfig, began: float, uploads: Uploads | None = None) ->
         return standing.result
     config, run = replace_keys(requested, standing.changes), standing.run
     with run.cleanup_on_error():
-        logged = collectives.on_rank_zero(lambda: check_loggers(config.loggers, run.folder))
+        logged = collectives.on_rank_zero(lambda: wandb_mode(config.loggers, run.folder))
 
         # Model: all networks, on the device; what else there is of this run agrees with them. `fitted` has the batch sizes
         # that fit this machine.

@@ -42,7 +42,7 @@ from run_folder import mlperf_log
 from training import health, initial_weights, low_memory_adamw, muon, sharding
 from training.builders import apply_saved_settings, store_problems
 from training.config import RunConfig, needs_encoders, resolve, takes_reference_rate
-from training.loggers import LoggersConfig, sqlite_file
+from training.loggers import LoggersConfig
 from training.optimizer import total_batches
 from training.speed import SpeedKeys
 from weights.tensors import build_on_meta
@@ -258,9 +258,6 @@ def folder_problems(
         folders["validation.local"] = validation.local
     if loggers.tensorboard is not None and loggers.tensorboard.log_dir is not None:
         folders["loggers.tensorboard.log_dir"] = str(Path(loggers.tensorboard.log_dir, run_name or ""))
-    if loggers.mlflow is not None:
-        address = loggers.mlflow.address(Path(run_folder, run_name or ""))
-        folders["loggers.mlflow"] = str(file.parent) if (file := sqlite_file(address)) is not None else None
     texts = {key: write_problem(folder) for key, folder in folders.items() if folder}
     return problems + _named((key, text) for key, text in texts.items() if text)
 

@@ -1,4 +1,4 @@
-"""The names of all metrics that loggers are sent, the same in W&B, TensorBoard and MLflow: GROUP/NAME.
+"""The names of all metrics that loggers are sent, the same in W&B and TensorBoard: GROUP/NAME.
 
 docs/metrics.md says what each means. What follows the slash is the metric's key in metrics.jsonl, if it has one.
 Loggers are sent nothing else (training/loggers.py).
@@ -93,7 +93,7 @@ def named(metrics: Sequence[Metric], line: Mapping[str, Any]) -> dict[str, float
 
 
 def streams_named(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of each stream of a window, under names that TensorBoard and MLflow take."""
+    """Return the figures of each stream of a window, under names that TensorBoard takes."""
     streams = line.get("streams", {})
     names = [re.sub(r"[^\w.-]", "_", stream, flags=re.ASCII).strip(".") or "_" for stream in streams]
     metrics = {}

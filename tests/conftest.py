@@ -136,7 +136,7 @@ def run(*command: str, timeout: int = 500, **variables: str) -> subprocess.Compl
 IN_PART_1 = """
     adamw_kernel adopt bench_data bench_scale benchmark buckets cache_space canonical_nodes checkpoints damaged_run_folder
     data encoders end_to_end eval_images evaluation export families faults flux_encodings hub interrupted_evaluation
-    latents lora_runs masking metric_names miniature mixture mlflow mlperf_log moments order page parts profile
+    latents lora_runs masking metric_names miniature mixture mlperf_log moments order page parts profile
     reader reader_waits refused_starts resume sample_randomness sharding shards shared_cache sources
     stop_signals tables third_party_weights validation video_dataset video_latents yamls
 """

@@ -125,19 +125,6 @@ def test_encodings_of_images_and_names_of_columns(tmp_path):
             assert dataset.read_good_sample(number)["caption"] in sample["caption"]
 
 
-def test_the_metadata_may_lie_elsewhere_the_cache_may_be_small_and_a_run_resumes_in_mid_epoch(tmp_path, ours):
-    theirs = write(tmp_path / "theirs", THEIRS, compression="zstd")
-    before, metadata = tree(theirs), f"{tmp_path}/facts/theirs.json"
-    assert adopt.main([str(theirs), f"metadata={metadata}"]) == 0 and tree(theirs) == before
-    limit = f"{4 * read_dataset(str(theirs), metadata).largest_shard_bytes // 1024 + 1}kb"
-    cache = {"local": str(tmp_path / "cache"), "cache_limit": limit}
-    section = DataConfig(remote=str(theirs), metadata=metadata, workers=0, **cache)
-    loader = build_data(section, FAMILY, size=(64, 64), device_batch_size=4, device=CPU, seed=3).dataloader
-    loader.resume(epoch=0, batch_in_epoch=4, global_batch_size=4)
-    assert same(list(loader), ours[4:])
-    loader.close()
-
-
 # --- what is damaged ---
 
 
@@ -208,16 +195,6 @@ def test_a_dataset_that_cannot_be_adopted_is_refused(tmp_path, capsys, stage):
         text = refusal(theirs)
         assert text.startswith(f"REMOTE: {theirs}/index.json: shards[2]{message}") and text.endswith(THIRD_PARTY)
     assert not (theirs / "dataset.json").exists()
-
-
-def test_rows_that_cannot_be_used_are_counted_and_a_dataset_of_them_alone_is_refused(tmp_path, capsys):
-    some = write(tmp_path / "some", {"jpg": "bytes", "caption=alt": "str"}, num=8)
-    assert adopt.main([str(some)]) == 0
-    assert "unusable: 4 of 8 rows (empty caption: 4); see data.max_bad_samples" in capsys.readouterr().out
-    none = write(tmp_path / "unusable", {"jpg=text": "bytes", "caption": "str"}, num=8)
-    assert adopt.main([str(none)]) == 1
-    text = f"REMOTE: {none}: none of 8 rows can be used (not an image: 8), read as jpg, caption. Name other columns: "
-    assert capsys.readouterr().err == f"{text}image=COLUMN caption=COLUMN.\n"
 
 
 def test_dataset_json_that_does_not_fit_its_index_is_refused(tmp_path):

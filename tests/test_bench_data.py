@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import pytest
@@ -50,23 +49,6 @@ def test_all_loaders_of_moments_deliver_the_same_samples(tmp_path):
 
 
 # --- the commands ---
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300, func_only=True)
-def test_the_records_have_every_part_and_their_ratios_are_those_of_their_rounds(tmp_path, capsys):
-    results, work = tmp_path / "new" / "data.json", tmp_path / "work"
-    work.mkdir()
-    assert data.main(["num_samples=256", "num_images=64", "rounds=2", f"results={results}", f"work={work}"]) == 0
-    record, printed = json.loads(results.read_text()), capsys.readouterr().out
-    assert list(work.iterdir()) == [] and record["measured"] == "data" and record["config"]["num_samples"] == 256
-    readers = ("ours", "plain", "webdataset")
-    for part, (first, *others) in {"moments": readers, "images": readers, "streams": ("one", "two")}.items():
-        for key in (f"{part}_{first}_over_{other}" for other in others):
-            assert key in record and f"\n{key}: " in printed
-    assert ema.main(["num_parameters=100000", "rounds=2", f"results={tmp_path}/ema.json"]) == 0
-    record = json.loads((tmp_path / "ema.json").read_text())
-    assert {"speedup_vs_composer", "speedup_vs_diffusers", "speedup_vs_flat"} <= record.keys()
 
 
 @pytest.mark.parametrize(

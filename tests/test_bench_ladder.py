@@ -120,18 +120,6 @@ def test_each_rung_is_compared_with_the_one_before_that_ran_and_with_the_first()
     assert row.split()[-6:] == "reached 4096 - - 1.5 -".split()  # noqa: SIM905
 
 
-def test_records_of_uncommitted_code_are_compared_within_one_call_alone():
-    steps = ladder.Ladder(1, 1, [ladder.Rung(name, "y", []) for name in "ab"])
-    for commit, call, ratio in (
-        (None, "2", None),
-        ("abc+changes", "2", None),
-        ("abc+changes", "1", 2.0),
-        ("abc", "2", 2.0),
-    ):
-        first, second = rung_record("a", 10.0, commit) | {"call": "1"}, rung_record("b", 20.0, commit) | {"call": call}
-        assert ladder.with_ratios(steps, {"a": first, "b": second})[1]["over_before"] == ratio
-
-
 @pytest.mark.long
 def test_the_cpu_ladder_measures_its_rungs_and_resumes(tmp_path, monkeypatch, capsys):
     """`bench.ladder` with two rungs of the GPU ladder's CPU form and fewer batches: one is refused, none is run twice."""

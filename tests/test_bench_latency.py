@@ -6,11 +6,9 @@ import json
 import statistics
 
 import pytest
-import torch
 
 from bench import latency
 from bench.latency import Contest, LatencyCase
-from reports import tables as report
 
 CASE = LatencyCase("stock", "tiny", 64, "plms", 3, 7.5, "fp32", 2, False, 2, 1)
 FEW = ["variants=stock", "samplers=plms", "steps=2", "batches=[1]", "precisions=fp32", "ways=eager", "rounds=1"]
@@ -43,42 +41,6 @@ def test_the_images_in_fp32_are_those_of_the_pipeline_and_every_figure_is_there(
         assert made[f"{name}_first_sec"] > 0
     ratios = [a / b for a, b in zip(*(made["by_round"][f"{n}_sec"] for n in made["status"]), strict=True)]
     assert made["eager_speedup_vs_pipeline"] == pytest.approx(statistics.median(ratios), rel=1e-5)
-
-
-def test_a_contestant_that_runs_out_of_memory_in_any_turn_is_a_row_and_the_others_continue(monkeypatch):
-    plain = latency.ours
-
-    def greedy(model, case, way):
-        calls, size = iter(range(10)), {"whole": 0, "blocks": 2}.get(way, 10)
-        small = plain(model, case, "eager")
-        return lambda: torch.empty(2**52) if next(calls) >= size else small()
-
-    monkeypatch.setattr(latency, "ours", greedy)
-    monkeypatch.setattr(latency, "way_problem", lambda way, precision: None)
-    made, lost = Contest(case(steps=2), ["eager", "whole", "blocks"]).measure(), "out_of_memory"
-    assert made["status"] == {"pipeline": "ok", "eager": "ok", "whole": lost, "blocks": lost}
-    assert "can't allocate memory" in made["reasons"]["blocks"]
-    assert "whole_sec" not in made and "blocks_sec" not in made and len(made["by_round"]["eager_sec"]) == 2
-    rows = list(report.rows_of_latency([made]))
-    assert [row[4:6] for row in rows[2:]] == [("whole", "out of memory"), ("blocks", "out of memory")]
-    assert any(note.startswith("whole, out of memory: RuntimeError: ") for note in report.skip_reasons([made]))
-
-
-def test_a_contestant_that_fails_is_named_and_the_command_s_code_is_1(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(latency, "theirs", lambda model, case: lambda: 1 / 0)
-    assert latency.main([*FEW, f"results={tmp_path}/l.json"]) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert "diffusers' pipeline failed" in out and "pipeline, failed: ZeroDivisionError: division by zero" in out
-    [contest] = json.loads((tmp_path / "l.json").read_text())["contests"]
-    assert "eager_sec" in contest and "eager_speedup_vs_pipeline" not in contest
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU cannot do")
-def test_a_contest_that_this_machine_cannot_run_is_skipped_with_its_reason():
-    made = Contest(case(steps=2), ["cuda_graphs"]).measure()
-    assert made["status"] == {"pipeline": "ok", "cuda_graphs": "skipped"}
-    assert report.skip_reasons([made]) == ["cuda_graphs: true needs a GPU. Leave it out on a CPU."]
-    assert report.skip_reasons([Contest(case(precision="fp16"), ["eager"]).measure()]) == ["fp16: needs a GPU."]
 
 
 # --- the command ---

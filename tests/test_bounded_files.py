@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from browser_pages import copy_run
 
 import export
 from common.files import open_regular, read_json, read_regular
 from evaluation.table import read_rows
 from reports.page_content import samples_of
 from run_folder import files
-from run_folder.files import ALL_FILES, CONFIG, OVERRIDES, read_config
+from run_folder.files import read_config
 from run_folder.history import grid_bytes, is_run, read_history, signature
 from run_folder.mlperf_log import events_to_fault, read_events
 from run_folder.sample_videos import read_mp4
@@ -66,25 +65,3 @@ READERS: list[Callable[[Path], object]] = [
     lambda folder: [read_mp4(path) for path in (folder / "samples").glob("*.mp4")],
 ]
 """All that reads a run's folder: each returns, or says why not."""
-
-
-@pytest.mark.slow
-def test_no_reader_of_a_run_folder_waits_for_a_pipe_or_reads_a_device(tmp_path):
-    run = copy_run(tmp_path)
-    (run / "samples").mkdir(exist_ok=True)
-    samples = ("samples/captions.txt", "samples/im000000000064.png", "samples/im000000000064.mp4")
-    rows = [*((name, "pipe") for name in (*ALL_FILES, OVERRIDES, *samples)), (CONFIG, "long"), (samples[0], "long")]
-    for name, what in rows:
-        path = run / name
-        content = path.read_bytes() if path.exists() else None
-        path.unlink(missing_ok=True)
-        ODD[what][0](path)
-        for read in READERS:
-            try:
-                read(run)
-            except (ValueError, OSError) as error:
-                assert name.rpartition("/")[2] in str(error) or name == CONFIG, (name, error)
-        path.unlink()
-        if content is not None:
-            path.write_bytes(content)
-    assert not read_history(run).missing

@@ -138,18 +138,6 @@ def test_two_runs_of_one_name_are_refused(words_of, bucket, tmp_path, capsys):
 # --- refused at the start ---
 
 
-def test_an_impossible_address_is_refused_before_anything_is_built(words_of, tmp_path, capsys):
-    problems = {
-        "save.remote=runs": "save.remote: 'runs' is no address of a store. Write s3://BUCKET/PREFIX.",
-        "save.remote=s3://": "save.remote: s3:// names no bucket.",
-        "save.every_images=0": "save.remote: given, but no full checkpoint is written: save.every_images is 0, ",
-        "save.remote=s3://nothere/r": "save.remote: s3://nothere/r/a cannot be written: there is no bucket 'not",
-    }
-    for setting, problem in problems.items():
-        assert refused(capsys, *words_of(tmp_path, "a", setting)).splitlines()[-1].startswith(problem)
-    assert not (tmp_path / "a").exists()
-
-
 def test_missing_credentials_and_a_dead_store_are_refused_before_anything_is_built(
     words_of, bucket, tmp_path, capsys, monkeypatch
 ):

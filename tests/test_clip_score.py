@@ -115,18 +115,6 @@ def test_files_of_open_clip_are_read(tmp_path, name, prefix):
     assert pair.fingerprint == clip_score.file_digest(path, "sha256") and pair.name == "CLIP of a model config"
 
 
-def test_the_config_next_to_a_file_has_its_architecture_and_normalization(tmp_path):
-    path, half = tmp_path / "open_clip_pytorch_model.bin", [0.5, 0.5, 0.5]
-    write(path, WIDE)
-    write_config(tmp_path, WIDE, preprocess_cfg={"mean": half, "std": half})
-    given = images(1, 80, 80)
-    expected = image_transform_v2(PreprocessCfg(size=64, mean=half, std=half), is_train=False)(to_pil_image(given[0]))
-    torch.testing.assert_close(load_clip(path).preprocess(given)[0], expected, rtol=0.0, atol=1e-6)
-    (tmp_path / "open_clip_config.json").write_text("{")
-    with pytest.raises(ValueError, match="open_clip_config.json: cannot be read: it has to be JSON with model_cfg"):
-        load_clip(path)
-
-
 @pytest.mark.parametrize(("name", "image", "text"), [("ViT-H-14", 1280, 1024), ("ViT-L-14", 1024, 768)])
 def test_architectures_are_told_by_shapes(tmp_path, monkeypatch, name, image, text):
     config = open_clip.get_model_config(name)

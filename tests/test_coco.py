@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import json
 import random
 import shutil
@@ -220,73 +219,3 @@ def test_missing_zips_are_downloaded_and_compared_with_their_sha1(zips, unbroken
 
 
 # --- what is refused ---
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"<html>", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
-        (b"PK\x03\x04 and no more", ""),
-        (b'{"annotations": [{"image_id": "1", "id": 1, "caption": "a"}]}', "ValueError: this is no caption: "),
-    ],
-    ids=itertools.count(),
-)
-def test_annotations_that_are_not_cocos_are_refused_by_name(zips, tmp_path, capsys, content, message):
-    path = tmp_path / "captions.json"
-    path.write_bytes(content)
-    assert coco.main([*words(zips, tmp_path / "out"), f"annotations={path}"]) == 2
-    assert capsys.readouterr().err.startswith(f"annotations: {path} cannot be read: {message}")
-    assert not list((tmp_path / "out").glob("val2014*"))
-
-
-def changed_zip(zips: Path, path: Path, name: str, kind: str) -> None:
-    """Write a zip of the images of which one is missing or damaged."""
-    with zipfile.ZipFile(zips / "val2014.zip") as source, zipfile.ZipFile(path, "w") as file:
-        for member in source.infolist():
-            content = source.read(member)
-            if not member.filename.endswith(name):
-                file.writestr(member.filename, content)
-            elif kind == "cut image":
-                file.writestr(member.filename, content[: len(content) // 2])
-
-
-@pytest.mark.parametrize(
-    ("kind", "code", "message", "subset"),
-    [
-        ("lacks one", 2, "images: {} lacks 1 of the images: {name}. Give COCO's whole val2014.zip", "flux"),
-        ("cut image", 1, "images: 1 cannot be read: {name} (OSError: image file is truncated", "flux"),
-    ],
-)
-def test_a_zip_of_images_that_is_not_whole_is_named(zips, tmp_path, capsys, subset, kind, code, message):
-    path, name = tmp_path / "val2014.zip", image_name(by_plain_pandas(annotations(), NUM_TAKEN)[3][0])
-    changed_zip(zips, path, name, kind)
-    out = tmp_path / "out"
-    assert coco.main([*words(zips, out), f"images={path}", f"subset={subset}"]) == code
-    assert message.format(path, name=name) in capsys.readouterr().err
-    if code == 1:
-        [line] = map(json.loads, (out / "skipped.jsonl").read_text().splitlines())
-        assert (line["source"], line["key"]) == ("val2014.zip", name)
-        for place in (out, tmp_path / "whole"):
-            assert coco.main([*words(zips, place), f"subset={subset}"]) == 0
-        assert tree(out) == tree(tmp_path / "whole")
-
-
-def test_a_command_that_cannot_start_is_refused(zips, tmp_path, capsys):
-    def refusal(*more: str) -> str:
-        capsys.readouterr()
-        assert coco.main([*words(zips, tmp_path / "out"), *more]) == 2
-        return capsys.readouterr().err
-
-    digest = hashlib.sha1((zips / "val2014.zip").read_bytes()).hexdigest()
-    captions = tmp_path / "captions_val2014.json"
-    captions.write_text(json.dumps({"annotations": annotations()}))
-    assert refusal("verify=true", f"annotations={captions}").startswith(
-        f"images: {zips}/val2014.zip is not COCO's val2014.zip: its sha1 is {digest}, {coco.PUBLISHED_SHA1[0]} is wanted."
-    )
-    assert "12 is not a multiple of the 8 timesteps" in refusal("subset=flux", "num_images=12")
-    assert "annotations has captions of 30 images" in refusal("num_images=31")
-    path = tmp_path / "out" / f"val2014_{NUM_TAKEN}.tsv"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("image_id\tid\tcaption\n1\t1\ta\n")
-    assert refusal() == f"OUT: {path} exists and is another one. Remove it with its images, or give another OUT.\n"
-    assert path.read_text().endswith("1\t1\ta\n")

@@ -17,7 +17,7 @@ from hub_server import TOKEN
 from evaluation.fid import PUBLISHED_FILE, PUBLISHED_SHA1
 from families import load_family
 from prepare import coco, downloads
-from prepare.downloads import MANIFEST, DownloadGroup, choose_groups, read_list, read_manifest
+from prepare.downloads import MANIFEST, DownloadGroup, read_list, read_manifest
 from weights.hub_names import WELL_KNOWN
 
 GROUPS = read_manifest()
@@ -26,10 +26,6 @@ CONTENT = {f"{number:05d}.tar": random.Random(number).randbytes(300_000 + number
 
 def md5(content: bytes) -> str:
     return hashlib.md5(content).hexdigest()
-
-
-def list_of(*names: str) -> bytes:
-    return "".join(f"{md5(b'%d' % n)}  {name}\n" for n, name in enumerate(names)).encode()
 
 
 # --- the manifest ---
@@ -166,35 +162,6 @@ def test_the_list_asks_nobody_and_shows_complete_missing_and_wrong_files(publish
     text = listed("tars", "verify=true", code=1)
     wrong, right = md5(CONTENT["00004.tar"][::-1]), md5(CONTENT["00004.tar"])
     assert "4 of 12 files, 1 wrong, " in text and f"  00004.tar: its md5 is {wrong}, {right} is wanted\n" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("metadata/tars.md5", b"<!DOCTYPE html><p>Log in", "tars: its list is not available: {url}: is a web page"),
-        ("metadata/tars.uri", b"s3://bucket", ".md5 is no list of MLCommons', but begins 's3://bucket "),
-        ("metadata/tars.md5", list_of("a.tar", "a.tar"), "a.tar: is wanted twice. Leave one out."),
-    ],
-)
-def test_a_list_that_is_not_available_is_reported(published, web, capsys, name, content, message):  # noqa: F811
-    web.put(name, content)
-    assert published("tars") == 1
-    text = capsys.readouterr().err
-    assert message.format(url=web.url(name)) in text and "Traceback" not in text and "Not complete: tars." in text
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["sd3"], "GROUP: there is no sd3. Nearest: sd2. Possible: "),
-        (["sd2", "verify=true"], "verify: is of list alone, since what is fetched is compared. Leave it out."),
-        (["sd2", "to=/dev/null/x"], "to: /dev/null/x cannot be written: "),
-    ],
-)
-def test_a_wrong_command_line_is_refused(capsys, words, message):
-    assert downloads.main(words) == 2
-    assert message in capsys.readouterr().err
-    assert choose_groups(["flux", "flux_coco", "sd2"], GROUPS) == ["flux_empty", "flux_coco", "flux_cc12m", "sd2"]
 
 
 # --- the hub ---

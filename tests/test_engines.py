@@ -19,11 +19,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import run, sample_files, tree, write_tar
+from conftest import sample_files, tree, write_tar
 from test_parts import bucket, objects  # noqa: F401  bucket is a fixture
 
 from common.errors import Failed, Refused
-from prepare import addresses, engines, parts, shards
+from prepare import addresses, engines, shards
 from prepare.engines import EngineKeys
 
 os.environ.update(engines.RAY_VARIABLES)  # before Ray is loaded
@@ -74,22 +74,6 @@ def test_a_ray_cluster_is_refused_where_the_engine_is_local(tars, tmp_path, caps
     assert shards.main([str(tars), str(tmp_path / "out"), "ray=10.0.0.1:6379"]) == 2
     message = "ray: 10.0.0.1:6379 is given, but engine is local. Give engine=ray, or leave it out."
     assert capsys.readouterr().err.startswith(message) and not (tmp_path / "out").exists()
-
-
-def test_without_ray_it_is_said_how_to_install_it(tars, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert shards.main([str(tars), str(tmp_path / "out"), "engine=ray"]) == 2
-    text = "engine: ray is not installed, which spreads work over machines."
-    assert capsys.readouterr().err == f"{text} Run: pip install --no-deps -r requirements/prepare.lock\n"
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_worker_that_sees_another_out_is_refused(tmp_path):
-    plan = parts.Plan("prepare.shards", "images", shards.COLUMNS, 2**20, {}, [{"name": "a"}])
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "plan.json").write_text("{}")
-    with pytest.raises(Refused, match="other does not hold the plan of this command on every node."):
-        parts.check_out_is_shared(addresses.Folder(str(tmp_path / "other")), plan, patience_sec=0.1)
 
 
 # --- a cluster ---
@@ -261,11 +245,3 @@ def test_a_cluster_that_is_not_there_is_refused_in_seconds(tars, tmp_path, capsy
     message = f"ray: no cluster at {address} (ConnectionRefusedError: [Errno 111] Connection refused). "
     assert capsys.readouterr().err.startswith(message)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_command_of_its_own_finds_the_cluster_of_its_machine(nodes, many_tars, tmp_path):
-    """As people start it: as the program, whose classes have to be known to the workers by the names of their modules."""
-    assert shards.main([str(many_tars), str(tmp_path / "local"), "workers=1"]) == 1  # a tar is cut off
-    done = run(sys.executable, "-m", "prepare.shards", str(many_tars), str(tmp_path / "out"), *nodes.words, timeout=250)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert tree(tmp_path / "out") == tree(tmp_path / "local")

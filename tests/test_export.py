@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -262,19 +261,6 @@ def test_an_earlier_export_of_the_run_is_replaced_and_nothing_else(run, folder, 
     ):
         assert refused(capsys, source, target).startswith(f"{target}{text}")
     assert tree(out) == {**after, "notes.txt": b""}
-
-
-@pytest.mark.parametrize("name", ["out", "out.safetensors"])
-def test_a_full_disk_leaves_no_part_of_an_export(run, tmp_path, capsys, name):
-    """A limit on a file's size stands for the disk: writing fails in the middle."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
-        text = refused(capsys, run, tmp_path / name, code=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "cannot be written: " in text and "Nothing of a new export is left." in text
-    assert "Traceback" not in text and list(tmp_path.iterdir()) == []
 
 
 KILLED = """

@@ -198,24 +198,6 @@ def test_every_bfloat16_is_kept_exactly_or_to_float16s_smallest_step_or_refused(
             bfloat16_to_float16(npy(np.array([one])), (1,), "x")
 
 
-@pytest.mark.parametrize(
-    ("change", "word", "message"),
-    [
-        ({"mean": None, "__key__": None}, "", "rows has no column mean, __key__. MLPerf's preprocessed samples have"),
-        ({"t5_encodings": npy(np.zeros((256, 5), np.uint16))}, "", "rows has arrays of other shapes than FLUX.1's: "),
-        ({}, "empty=/nowhere", "empty: /nowhere/t5_empty.npy cannot be read: No such file or directory. Give the "),
-        ({}, "empty={tmp}/empty", "empty: {tmp}/empty/clip_empty.npy: its numbers are not float16. Give the file "),
-    ],
-)
-def test_samples_that_are_not_mlperfs_are_refused(make_stage, tmp_path, capsys, change, word, message):
-    write_empty(tmp_path / "empty", "tiny")
-    np.save(tmp_path / "empty" / "clip_empty.npy", np.zeros((1, 8), np.float32))
-    changed = [{**sample, **change} for sample in preprocessed("tiny", 2)]
-    samples = [{name: value for name, value in sample.items() if value is not None} for sample in changed]
-    assert make_stage(samples, tmp_path / "out", *word.format(tmp=tmp_path).split()) == 2
-    assert capsys.readouterr().err.startswith(message.format(tmp=tmp_path)) and not (tmp_path / "out").exists()
-
-
 # --- runs ---
 
 OF_RUN = ["model.family=flux", "model.variant=mlperf", "data.stage=moments", "data.text=stored", "data.workers=0"]

@@ -172,19 +172,6 @@ def test_a_token_goes_to_its_own_host_alone(web, tmp_path, monkeypatch):  # noqa
 # --- the folder ---
 
 
-def test_a_file_of_another_size_is_fetched_again_and_its_digest_is_compared_on_request(web, tmp_path):  # noqa: F811
-    web.put("a.bin", CONTENT)
-    file, path = one(web.url("a.bin")), tmp_path / "a.bin"
-    path.write_bytes(CONTENT[1:])
-    assert file.find_fault(path, read=False) == "has 299,999 bytes, 300,000 are wanted"
-    assert only(tmp_path, file) is None and path.read_bytes() == CONTENT
-    path.write_bytes(OTHER)  # of the same size
-    wrong, right = digest(OTHER).partition(":")[2], digest().partition(":")[2]
-    assert file.find_fault(path, read=False) is None
-    assert file.find_fault(path, read=True) == f"its sha256 is {wrong}, {right} is wanted"
-    assert file.find_fault(tmp_path / "b", read=True) == "missing"
-
-
 @pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "", "a\\b", ".work/a"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="is no path inside a folder"):

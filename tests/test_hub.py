@@ -21,7 +21,7 @@ from families.encoders import build_encoders, list_encoder_files, weights_proble
 from prepare import latents
 from run_folder.files import read_config
 from weights import published
-from weights.files import WeightsError, choose_weight_files
+from weights.files import WeightsError
 from weights.hub import _list_repo_files, fetch, path_if_downloaded, resolve_name
 from weights.hub_names import HubName, is_same_model, parse_hub_name, resolve_weights_path
 
@@ -267,37 +267,6 @@ def test_a_sharded_fp16_model_gives_the_weights_that_were_saved(hub, tmp_path):
         assert note.startswith(f"vae, text: stored in float16 at {path}, widened to float32. ")
         for label in ("vae", "text"):
             assert_equal(target[label][0], source[label][0].float())
-
-
-def test_float32_is_chosen_before_float16_and_safetensors_before_a_pickle():
-    order = [
-        ["model.safetensors"],
-        ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
-        ["pytorch_model.bin"],
-        ["model.fp16.safetensors"],
-        ["model.safetensors.index.fp16.json", "model.fp16-00001-of-00001.safetensors"],
-        ["pytorch_model.fp16.bin"],
-    ]
-    for place, expected in enumerate(order):
-        names = sorted([*sum(order[place:], []), "model.non_ema.safetensors"])
-        assert sorted(choose_weight_files(names, ("model", "pytorch_model"))) == sorted(expected)
-
-
-def test_several_files_that_are_not_of_one_model_are_refused(tmp_path):
-    folder, networks = tmp_path / "text_encoder", {"text": tiny_networks(seed=5)["text"]}
-    save_folder(tmp_path, networks, max_shard_size="200KB")
-    index = folder / "model.safetensors.index.json"
-    first, *_, last = sorted(folder.glob("model-*.safetensors"))
-    content = index.read_text()
-    index.write_text(content.replace(last.name, "../model-00009-of-00009.safetensors"))
-    assert "is no index of weights" in published.find_problems(str(tmp_path), networks)[0]
-    index.write_text(content)
-    last.write_bytes(first.read_bytes())
-    assert (
-        "tensors are not in the file that it names, the first is" in published.find_problems(str(tmp_path), networks)[0]
-    )
-    last.unlink()
-    assert "or not all of their parts. It has:" in published.find_problems(str(tmp_path), networks)[0]
 
 
 # --- whole runs: fetched, recorded with their commit, resumed without the hub ---

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ from test_evaluation import evaluations, figures, words_of  # noqa: F401
 import benchmark
 from checkpointing.files import FULL, list_checkpoints
 from evaluation import metrics
-from evaluation.metrics import EvaluationProgress, Meter, Parts
+from evaluation.metrics import Parts
 from evaluation.scorer import EvalConfig, Scorer
 from evaluation.table import read_rows
 from model import LatentDiffusion
@@ -195,17 +194,3 @@ def test_eval_on_two_ranks_is_stopped_by_a_signal_to_one_resumes_and_scores_as_o
     [row], line = read_rows(tmp_path / "eval.csv"), evaluations(whole)[-1]
     assert row["num_images"] == line["num_images"] == 32 and not folder.exists()
     assert row["fid"] == pytest.approx(line["fid"], rel=1e-6) and row["clip"] == pytest.approx(line["clip"], abs=1e-6)
-
-
-def test_the_seconds_of_a_resumed_evaluation_are_the_sum(tmp_path):
-    """Nothing of a network: only the part says how long it took before."""
-    meter = Meter(inception=None, statistics=None, resize="bilinear299", clip="random")
-    meter.reset()
-    parts, ways = Parts(tmp_path, is_alone=True), dict(num_images=4, batch_size=2, num_samples=0)
-    parts.save("this", 0, {"chunks": 1, "seconds": 500.0, "samples": [], "sums": meter.sums()})
-    work = EvaluationProgress(parts, "this", meter, **ways, began=time.monotonic() - 7.0)
-    assert work.num_done == 1 and work.seconds >= 507.0
-    for broken in ({"chunks": 1}, {"chunks": 1, "seconds": 1.0, "samples": [], "sums": {"features": {}}}):
-        parts.save("this", 0, broken)
-        assert EvaluationProgress(parts, "this", meter, **ways, began=0.0).num_done == 0
-    assert len(list(tmp_path.glob("*.damaged"))) == 2

@@ -6,55 +6,11 @@ import shutil
 
 import pytest
 from local_internet import internet
-from test_laion import QUICK, arrow, call, folder, left, parquet, write
+from test_laion import QUICK, call, folder, write
 
 from prepare.laion import images
-from prepare.laion.config import LaionConfig, MetadataConfig, check
 
 __all__ = ["folder"]
-
-
-def test_names_of_columns_that_img2dataset_has_too(folder, capsys):
-    """Lowercase `url` and `caption`, as COYO and CC12M have them, and columns with names of img2dataset's own."""
-    with internet() as hosts:
-        urls = [hosts.url(f"picture/{number}") for number in range(3)]
-        more = {name: ["x"] * 3 for name in ("key", "key_of_table", "status", "sha256", "URL", "json", "jpg")}
-        table = arrow.table({"url": urls, "caption": ["a", "b", "c"], "width": [64] * 3, "height": [64] * 3, **more})
-        names = [*table.column_names[:-1], "json"]  # and one of them twice
-        parquet.write_table(table.rename_columns(names), folder / "metadata/a.parquet")
-        assert call("filter", f"folder={folder}", "filter.unique=json") == 2
-        assert "has no column for unique, or more than one: " in capsys.readouterr().err
-        assert call("filter", f"folder={folder}", "filter.min_side_px=10", "filter.unique=url") == 0
-        assert call("images", f"folder={folder}", *QUICK, "workers=1") == 0
-    statuses = parquet.read_table(folder / "tars/00000.parquet").to_pydict()
-    assert statuses["url"] == urls and statuses["caption"] == ["a", "b", "c"] and statuses["status"] == ["success"] * 3
-    assert statuses["key_of_table"] == statuses["key_of_table_"] == statuses["status_of_table"] == ["x"] * 3
-
-
-@pytest.mark.parametrize("kind", ["string", "string_view", "dictionary"])
-def test_texts_of_each_type_and_texts_that_are_no_utf8(folder, kind):
-    content = [b"a", b"\xff\xfe", None, b"\xff\xfe"]
-    with internet() as hosts:
-        urls = arrow.array([hosts.url(f"picture/{number}") for number in range(4)])
-        texts = arrow.Array.from_buffers(arrow.string(), 4, arrow.array(content).buffers())
-        if kind == "dictionary":
-            urls, texts = urls.dictionary_encode(), texts.dictionary_encode()
-        elif kind == "string_view":
-            urls = urls.cast(arrow.string_view())
-        write(folder, "a", URL=urls, TEXT=texts)
-        assert call("filter", f"folder={folder}", "filter.unique=TEXT") == 0
-        assert call("images", f"folder={folder}", *QUICK, "workers=1") == 0
-    statuses = parquet.read_table(folder / "tars/00000.parquet").to_pydict()
-    assert statuses["caption"] == ["a", "\ufffd\ufffd", None] and statuses["status"] == ["success"] * 3
-
-
-@pytest.mark.parametrize("kind", ["halffloat", "float32", "uint8", "dictionary"])
-def test_numbers_of_each_type_are_compared(folder, kind):
-    values = arrow.array([1, 3, None], arrow.float32())
-    values = values.dictionary_encode() if kind == "dictionary" else values.cast(kind)
-    write(folder, "a", URL=["u", "v", "w"], TEXT=["a"] * 3, similarity=values, WIDTH=values, HEIGHT=values)
-    assert call("filter", f"folder={folder}", "filter.min_similarity=2", "filter.min_side_px=2") == 0
-    assert [row["URL"] for row in left(folder)] == ["v"]
 
 
 def test_a_few_dead_hosts_are_accepted_and_a_part_without_any_image_only_by_a_key(folder, capsys):
@@ -109,9 +65,3 @@ def test_damaged_files_of_a_stage_are_named(folder, capsys):
     (folder / "filtered/a.json").write_bytes(b"{")
     assert call("account", f"folder={folder}") == 1
     assert "account: filter: a file of it is damaged: JSONDecodeError: " in capsys.readouterr().err
-
-
-def test_addresses_that_name_no_parts_are_refused():
-    for urls in ("http://a/{part", "http://a/{part:zz}.parquet", "http://a/part.parquet"):
-        [problem] = check(LaionConfig(folder="a", metadata=MetadataConfig(urls=urls, num_parts=2)))
-        assert problem.text.startswith(f"metadata.urls: {urls} is no address of parts. Write {{part}} or ")

@@ -124,19 +124,6 @@ def test_the_variant_mlperf_encodes_the_references_images_which_are_not_rounded(
     assert_rounded(rows(tmp_path / "out")[3]["moments"], moments_of(reference, image))
 
 
-def test_size_range_and_precision_are_those_of_the_keys(stage, tmp_path, reference):
-    sample = rows(stage)[7]
-    source = images_of([{name: sample[name] for name in COLUMNS}], tmp_path / "in")
-    words = ["model.preset=tiny", "model.weights=random", "image_size=[96,64]", "normalize=unit", "precision=bf16"]
-    assert latents.main([str(source), str(tmp_path / "out"), *words]) == 0
-    [row] = rows(tmp_path / "out")
-    image = resize_and_crop(decode_image(sample["jpg"]), (96, 64))[None].float() / 255.0
-    expected = moments_of(reference, image)
-    assert row["moments"].shape == (8, 8, 12)
-    error = np.abs(row["moments"].astype(np.float32) - expected).mean() / np.abs(expected).mean()
-    assert 0 < error < 0.1  # bf16 has 8 bits; another range or size is off by more than one
-
-
 # --- samples that cannot be used ---
 
 

@@ -6,7 +6,6 @@ tests/test_launch_tools.py has them read by their own tools.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 import signal
@@ -133,22 +132,6 @@ def test_the_pods_of_the_jobset_know_their_rank_and_each_other():
     assert int(env["LOCAL_WORLD_SIZE"]["value"]) == gpus and int(env["WORLD_SIZE"]["value"]) == gpus * nodes
     name, [replicated] = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
     assert env["MASTER_ADDR"]["value"] == f"{name}-{replicated['name']}-0-0.{name}"  # JobSet's name of its first pod
-
-
-def test_the_nodes_of_skypilot_know_their_rank_and_each_other(tmp_path):
-    """The script itself is run, with SkyPilot's variables, up to the launch."""
-    given = content(LAUNCH / "skypilot.yaml")
-    script = re.sub(r"^exec launch/ranks.sh .*", "env", given["run"], flags=re.M)
-    (tmp_path / "easel-venv/bin").mkdir(parents=True)
-    (tmp_path / "easel-venv/bin/activate").touch()  # what its setup makes
-    sky = {"NODE_RANK": "1", "NODE_IPS": "10.0.0.7\n10.0.0.9", "NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8"}
-    env = {**os.environ, **{f"SKYPILOT_{name}": value for name, value in sky.items()}, "HOME": str(tmp_path)}
-    done = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, done.stderr
-    told = dict(line.split("=", 1) for line in done.stdout.splitlines() if line.partition("=")[0] in TOLD)
-    ranks = {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16", "NODE_RANK": "1"}
-    assert told == ranks | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29400"}
-    assert given["num_nodes"] == 2 and given["setup"].strip() == "launch/install.sh ~/easel-venv"
 
 
 # --- launch/ranks.sh ---

@@ -132,15 +132,6 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_numbers_with_zeros_before_them_are_decimal_and_an_unknown_exit_code_is_kept(tmp_path):
-    """The names of machines have such numbers; the shell's arithmetic would read 08 as octal."""
-    program(tmp_path / "composer", '#!/bin/sh\necho "$@"\nexit 241\n')
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = launched("x=1", **path, **{**TWO, "NUM_NODES": "010", "NODE_RANK": "08", "RANKS_PER_NODE": "08"})
-    words = "--nproc 8 --world_size 80 --node_rank 8 --master_addr n0 --master_port 29500 benchmark.py x=1\n"
-    assert (done.stdout, done.returncode) == (words, 241), done
-
-
 # Composer's launcher, as far as signals go: it waits for its rank and ends with what poll() gives, as -15 or -10.
 LAUNCHER = """#!{python}
 import pathlib, subprocess, sys, time

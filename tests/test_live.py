@@ -6,17 +6,13 @@ import http.client
 import json
 import os
 import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from browser_pages import HTML, broken_run, copy_run, other_run
-from conftest import ROOT
 from filelock import FileLock
 
 from reports import live, page
@@ -108,31 +104,6 @@ def test_a_name_with_html_or_that_is_no_text_has_its_own_page(server, runs):
     assert sorted(links) == [nasty, "d%E9but/page.html", "shapes_run/page.html"]
     assert [ask(server, f"/{link}")[0] for link in links] == [200] * 3
     assert ask(server, "/d%C3%A9but/page.html")[0] == 404
-
-
-@pytest.mark.timeout(60, func_only=True)
-def test_the_command_prints_its_address_and_ends_quietly(runs):
-    words = [sys.executable, "-m", "reports.live", str(runs), "port=0", "host=0.0.0.0"]
-    with subprocess.Popen(words, stdout=-1, stderr=-1, text=True, cwd=ROOT, start_new_session=True) as process:
-        assert process.stdout.readline().startswith("http://0.0.0.0:")
-        said = process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=30)
-    assert (process.returncode, rest) == (130, ("", ""))
-    assert said == "host: 0.0.0.0: everyone who reaches this machine there sees these pages, without a password.\n"
-
-
-def test_impossible_ports_folders_and_words_are_refused(server, tmp_path, capsys):
-    host, port = server.server_address[:2]
-    (file := tmp_path / "file").touch()
-    used = f"port: {port} on {host} cannot be used: Address already in use. Give another port="
-    for words, text in (
-        (["runs", f"port={port}"], used),
-        ([str(file), "name=a"], "command line: unknown key 'name'. Known: host, port."),
-        ([str(file)], f"command line: '{file}'. Possible: one folder."),
-    ):
-        assert live.main(words) == 2
-        assert text in capsys.readouterr().err
 
 
 # --- the table of all runs ---

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import picture, tree
+from conftest import tree
 from PIL import Image
-from test_latents import images_of, rows
+from test_latents import rows
 from test_parts import bucket  # noqa: F401  bucket is a fixture
 
 from families import load_family
 from families.encoders import build_encoders
-from mds.dataset import write_metadata
 from prepare import latents, look
 from prepare.shards import COLUMNS
 
@@ -82,23 +80,6 @@ def shards_of(stage: Path) -> list[dict]:
     return json.loads((stage / "index.json").read_text())["shards"]
 
 
-@pytest.mark.long
-def test_facts_of_moments_are_those_of_their_values(encoded, tmp_path, capsys):
-    facts = looked(capsys, encoded, tmp_path / "a.png")
-    stored = np.stack([row["moments"] for row in rows(encoded)]).astype(np.float64)  # (48, 8, 8, 8)
-    for name, values in (("mean", stored[:, :4]), ("deviation", np.exp(0.5 * stored[:, 4:]))):
-        for what, of_each in (("mean", values.mean(axis=(1, 2, 3))), ("spread", values.std(axis=(1, 2, 3), ddof=1))):
-            least = float(facts[f"posterior's {name}: {what}"].split("least ")[1].split(", 95")[0])
-            assert least == pytest.approx(of_each.min(), rel=1e-4, abs=1e-6)
-    # A draw has the mean's spread and its deviation: law of total variance, times the scale of SD's latents.
-    expected = 0.18215 * np.sqrt(stored[:, :4].var(axis=(1, 2, 3)) + np.exp(stored[:, 4:]).mean(axis=(1, 2, 3)))
-    drawn = float(facts["posterior's draws, scaled: spread"].split(",")[0].removeprefix("median "))
-    assert drawn == pytest.approx(np.median(expected), rel=5 / np.sqrt(stored[0, :4].size))  # five standard errors
-    assert (
-        facts["stored tokens not of the caption"] == "0 of 48 (0 %)" and facts["moments are shown as"] == look.AS_COLORS
-    )
-
-
 # --- which samples ---
 
 
@@ -132,51 +113,7 @@ def test_moments_are_decoded_from_their_mean_by_the_vae_in_the_range_of_their_im
                 assert shown.shape == (64, 64, 3) and np.abs(shown - expected).max() <= 1  # rounding at a half
 
 
-@pytest.mark.long
-def test_the_vae_that_decodes_moments_is_compared_with_the_one_that_made_them(encoded, tmp_path, capsys):
-    other = shutil.copytree(encoded, tmp_path / "other")
-    facts = json.loads((other / "dataset.json").read_text())
-    made, nothing = facts["encoders"]["vae"], "0" * 32
-    for vae, said in (
-        (made, "the one that made them"),
-        (nothing, f"NOT the one that made them: {made} instead of {nothing}"),
-        (None, "not known to be the one that made them"),  # as MLPerf's moments
-    ):
-        (other / "dataset.json").write_text(json.dumps({**facts, "encoders": {"vae": vae}}))
-        how = looked(capsys, other, tmp_path / "a.png", "model.weights=random")["moments are shown as"]
-        assert how == f"decoded by the VAE of random, {said}"
-
-
 # --- stages that are damaged, or elsewhere ---
 
 
-def test_damaged_shards_are_named_and_the_others_are_read(stage, tmp_path, capsys):
-    source, index = shutil.copytree(stage, tmp_path / "in"), shards_of(stage)
-    name = index[2]["raw_data"]["basename"]
-    whole = (stage / name).read_bytes()
-    (source / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert look.main([str(source), str(tmp_path / "a.png"), "samples=1"]) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"REMOTE: {source}/{name} is damaged: its xxh64 is ")
-    num, left = len(index), 48 - index[2]["samples"]
-    assert facts_of(captured.out)["read"] == f"{left} samples of {num - 1} of {num} shards, whose hashes are right"
-
-
 # --- keys, and what is refused ---
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("{tmp}/none {tmp}/a.png", "REMOTE: no folder {tmp}/none. "),
-        ("{videos}", "REMOTE: {videos} is a stage of videos. Possible: a stage of images or moments"),
-        ("{in} {in}/a.png", "OUT: {in} lies in {in}, which is only read. "),
-        ("{in} {tmp}/a.png model.weights=random", "model.weights: has no use with a stage of images: {in}. "),
-    ],
-)
-def test_look_says_what_it_cannot_do_before_it_starts(stage, tmp_path, capsys, words, message):
-    folders = {"in": stage, "tmp": tmp_path, "videos": images_of([{"jpg": picture(1)}], tmp_path / "videos")}
-    write_metadata(folders["videos"], "videos", {})
-    assert look.main(words.format(**folders).split()) == 2
-    assert capsys.readouterr().err.startswith(message.format(**folders)) and not list(tmp_path.glob("*.png"))

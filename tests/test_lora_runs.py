@@ -23,7 +23,7 @@ from test_lora import RANK, with_adapter
 import benchmark
 import eval as scoring
 import export
-from checkpointing.files import FULL, WEIGHTS, list_checkpoints, read_checkpoint
+from checkpointing.files import FULL, list_checkpoints, read_checkpoint
 from families.pipeline_files import write_safetensors
 from reports.model_card import Card
 from weights.hub_names import SDXL
@@ -126,22 +126,6 @@ def test_a_run_resumes_only_with_its_rank_and_its_base(tuned, tmp_path, capsys):
     assert f"but the adapter in {full} was trained on" in text and "Give that base, or another run." in text
     text = said_in_refusal(export, capsys, folder, tmp_path / "out", f"model.denoiser={other}")
     assert "was trained on" in text and "Give that base, or another run." in text
-
-
-@pytest.mark.long
-def test_an_adapter_cannot_initialize_a_network_and_other_runs_have_none(tuned, tmp_path, capsys):
-    base, folder = tuned
-    file, snapshot = tmp_path / "adapter.safetensors", list_checkpoints(folder / "checkpoints", WEIGHTS)[0]
-    assert export.main([str(folder), str(file), "lora=separate"]) == 0
-    words = ["model.preset=tiny", "model.family=sdxl", "data.synthetic=true", "image_size=64", "global_batch_size=8"]
-    first, out = folder.parent / "first", tmp_path / "x.safetensors"
-    for command, arguments, text in (
-        (benchmark, [*words, f"model.denoiser={snapshot}"], f"{snapshot} holds an adapter alone (lora.rank={RANK}). "),
-        (benchmark, [*words, f"model.denoiser={file}"], f"{file} holds a LoRA adapter alone, which cannot initialize "),
-        (export, [first, out, "lora=separate"], f"lora: separate, but {first} has no adapter"),
-        (export, [first, out, f"model.denoiser={base}"], f"{first} has no adapter, and needs no base. "),
-    ):
-        assert text in said_in_refusal(command, capsys, *arguments)
 
 
 @pytest.mark.long

@@ -12,10 +12,9 @@ from streaming import MDSWriter
 from callbacks.losses import StreamLosses
 from data import DataConfig, build_data
 from families import load_family
-from mds import mixture
 from mds.dataset import array_encoding, read_dataset, write_metadata
 from mds.fetch import HASH
-from mds.mixture import StreamConfig, count_epoch_samples, weight_problems
+from mds.mixture import StreamConfig, count_epoch_samples
 
 FAMILY = load_family("sd2", "tiny", "stock")
 SIZE = (64, 64)
@@ -60,23 +59,6 @@ def test_a_mixed_loader_goes_on_within_an_epoch_with_any_number_of_workers(two):
     whole.close(), resumed.close()
 
 
-def test_weights_that_do_not_go_together_are_refused():
-    def texts(*weights):
-        return [": ".join(problem) for problem in weight_problems([StreamConfig("x", **weight) for weight in weights])]
-
-    assert texts({"repeat": 2.0}, {"choose": 5}, {}) == texts({"proportion": 0.25}, {"proportion": 0.75}) == []
-    for weights, problem in (
-        (({"proportion": 0.5, "repeat": 2.0}, {}), "data.streams[0]: proportion: 0.5, repeat: 2 exclude each other. "),
-        (({"proportion": 0.5}, {"repeat": 2.0}), "data.streams[1]: no proportion, but other streams have one. "),
-        (
-            ({"proportion": 0.5}, {"proportion": 0.3}),
-            "data.streams: the proportions sum to 0.8. Possible: parts of an ",
-        ),
-    ):
-        [text] = texts(*weights)
-        assert text.startswith(problem)
-
-
 def test_streams_that_cannot_be_mixed_are_refused(two, tmp_path):
     first, second = two
     total, cache = sum(read_dataset(location).num_samples for location in (first, second)), str(tmp_path / "cache")
@@ -103,19 +85,3 @@ def test_losses_are_summed_by_stream_also_before_a_batch():
     losses.add(torch.tensor([1.0, 2.0, 4.0]), {"stream": torch.tensor([0, 1, 1])})
     losses.settle()
     assert losses.line() == {"a": {"samples": 1, "loss": 1.0}, "b": {"samples": 2, "loss": 3.0}}
-
-
-def test_a_stream_names_the_column_of_its_captions(tmp_path):
-    out = write(tmp_path / "a", 8, alt="json")
-    loader = loader_of([StreamConfig(out, caption="alt")])
-    [batch] = list(loader)
-    wanted = FAMILY.tokenize([f"a dog {number}" for number in range(8)])["tokens"].tolist()
-    assert sorted(batch["tokens"].tolist()) == sorted(wanted)
-    loader.close()
-    possible = "Possible: a column of str or json; it has "
-    for column, text, problem in (
-        ("alts", "encoded", f"alts, but {out} has no column of that name. {possible}"),
-        ("alt", "stored", "alt, but data.text=stored: those are states of the stage's own captions. "),
-    ):
-        [(key, message)] = mixture.caption_problems("data.streams[0].caption", column, read_dataset(out), text)
-        assert key == "data.streams[0].caption" and message.startswith(problem)

@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -323,16 +322,6 @@ def test_what_a_record_lacks_or_cannot_be_read_is_listed(tmp_path):
     ]
 
 
-def test_values_that_are_not_finite_are_left_out(tmp_path):
-    run = make(tmp_path / "mine", [window(0), window(1)])
-    broken = window(2, loss=math.nan, lr=math.inf, gradient_norm=10**400), evaluation(960, math.nan, -math.inf)
-    with open(run / "metrics.jsonl", "a") as file:
-        file.writelines(f"{json.dumps(line)}\n" for line in broken)
-    text = page.html_of([read_history(run)])
-    assert "1 windows have no finite training loss." in Parsed(text).text("section", id="starts")
-    assert "nan" not in text.lower().replace("finance", "")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [None, "text", [], {}, True, -1, 1e308], ids=str)
 def test_odd_values_in_a_record_give_a_page(tmp_path, value):
@@ -395,28 +384,3 @@ def test_what_cannot_be_compared_is_named(tmp_path):
 
 
 # --- the command ---
-
-
-def test_the_command_writes_the_page_where_it_says(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    one, _ = make(tmp_path / "one"), make(tmp_path / "two")
-    before = {*one.iterdir()}
-    for words, out in (
-        ([str(one)], f"{one}/page.html"),
-        (["one", "two"], "comparison.html"),
-        (["one", "out=x.html"], "x.html"),
-    ):
-        assert page.main(words) == 0 and capsys.readouterr().out == f"written: {out}\n" and Path(out).is_file()
-    assert {*one.iterdir()} - before == {one / "page.html"}
-
-
-def test_an_impossible_command_line_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    make(tmp_path / "mine")
-    (tmp_path / "empty").mkdir()
-    os.mkfifo("pipe")  # as /dev/null, which root would replace for everybody
-    no_runs = "none is not a folder. Give a run's folder: runs/NAME.\nempty is not a run: it has no config"
-    out_of_place = "out: pipe cannot be written: it is no regular file."
-    for words, text in ((["none", "empty"], no_runs), (["mine", "out=pipe"], out_of_place)):
-        assert page.main(words) == 2
-        assert capsys.readouterr().err.startswith(text) and Path("pipe").is_fifo()

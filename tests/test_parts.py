@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 from conftest import in_child, sample_files, started, tree, write_tar
-from test_shards import split_pace
 
 from common.errors import Failed, Refused
 from mds.dataset import read_dataset
@@ -107,18 +106,6 @@ def test_a_killed_command_takes_its_workers_with_it_and_can_be_started_again_at_
         assert shards.main(words) == 0
     assert shards.main([str(source), str(tmp_path / "again")]) == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "again")
-
-
-def test_a_finished_dataset_is_reported_and_not_written_again(source, unbroken, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert shards.main(command(source, out)) == 0
-    counts, pace = split_pace(capsys.readouterr().out.splitlines()[-1])
-    assert pace  # of what this start has made; the next one makes nothing
-    times = {path: path.stat().st_mtime_ns for path in out.rglob("*.*")}
-    assert shards.main(command(source, out)) == 0
-    text = f"{out}: 3 of 3 parts are done already, nothing is left to make"
-    assert capsys.readouterr().out.splitlines() == [text, counts]
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.*")} == times and tree(out) == unbroken
 
 
 def test_another_plan_for_the_same_folder_is_refused_with_what_differs(source, tmp_path, capsys):

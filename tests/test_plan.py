@@ -85,17 +85,6 @@ def test_times_are_in_the_unit_that_a_person_would_choose():
     assert {seconds: readable_time(seconds) for seconds in rows} == rows
 
 
-def test_another_learning_rate_and_other_deviations_are_listed_with_the_estimate():
-    printed = lines(optimizer__lr_per_image=None, optimizer__lr=1e-4, ema__enabled=True)
-    assert printed[-5:] == [
-        "  those runs had none of the deviations below: this one may take more, or never get there",
-        "  those runs had another learning rate (7.168e-05, not 0.0001): this one may take more, or fewer",
-        "deviations from the reference:",
-        "  ema.enabled: true; the reference: false",
-        "  optimizer.lr: 0.0001; free in the closed division; the reference point has 7.168e-05",
-    ]
-
-
 @pytest.mark.parametrize(
     ("values", "reason"),
     [

@@ -300,26 +300,6 @@ def test_missing_left_over_and_misshapen_tensors_are_listed_by_their_names_in_th
     assert "does not fit: 12 missing (cond_stage_model.model.transformer.resblocks.0." in text
 
 
-def test_files_and_folders_that_hold_something_else_are_named_with_what_they_have(tmp_path):
-    assert problems(tmp_path / "none") == [
-        f"{tmp_path}/none: there is no such file or folder. Give a diffusers folder or an LDM file."
-    ]
-    vae = as_ldm({"vae": tiny_networks(1)["vae"]})
-    bare = write({name.removeprefix("first_stage_model."): t for name, t in vae.items()}, tmp_path / "w.safetensors")
-    [text] = problems(bare, {"vae": tiny_networks(2)["vae"]})
-    assert text.startswith(f"vae: {bare} has no first_stage_model.*. It has decoder.conv_in (2), ")
-    folder = tmp_path / "folder"
-    (folder / "unet").mkdir(parents=True)
-    assert problems(folder)[0].startswith(f"{folder}: has no vae/, text_encoder/. ")
-    save_folder(folder)
-    (folder / "text_encoder/model.safetensors").rename(folder / "text_encoder/flax_model.msgpack")
-    file = folder / "unet/diffusion_pytorch_model.safetensors"
-    file.write_text("version https://git-lfs.github.com/spec/v1\n")
-    of_text, of_unet = problems(folder)
-    assert of_text.startswith(f"text: {folder}/text_encoder has none of model.safetensors, pytorch_model.bin")
-    assert of_unet.startswith(f"denoiser: {file}: is text, not weights: ")
-
-
 def test_values_that_are_not_finite_are_refused_by_name(tmp_path):
     tensors = whole_ldm_file(tiny_networks(1))
     tensors["first_stage_model.quant_conv.bias"][2:4] = torch.tensor([float("nan"), float("inf")])

@@ -152,14 +152,6 @@ def test_the_answer_of_wandbs_server_decides(wandb_at, capsys, monkeypatch, stat
 # --- shared memory ---
 
 
-def test_too_little_shared_memory_is_refused_with_the_figure(miniature, tmp_path, capsys):
-    """A real one: no machine has that much of it."""
-    words = miniature.small(tmp_path, "a", f"data.local={tmp_path}/c", f"global_batch_size={10**9}")
-    assert "/dev/shm: 14 batches of " in refused(capsys, *words, "data.workers=4")
-    assert everything(tmp_path) == {}
-    assert "/dev/shm" not in refused(capsys, *words, "data.workers=0")
-
-
 # --- expected errors ---
 
 
@@ -172,12 +164,6 @@ class Killed(torch.utils.data.Dataset):
     def __getitem__(self, number: int) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return number
-
-
-def test_a_loader_worker_that_the_kernel_ends_is_expected():
-    with pytest.raises(RuntimeError) as caught:
-        next(iter(torch.utils.data.DataLoader(Killed(), num_workers=1)))
-    assert errors.is_expected(caught.value) and "Too little memory" in errors.error_text(caught.value)
 
 
 GLOO = "[x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete"

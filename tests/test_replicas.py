@@ -10,8 +10,6 @@ import torch
 from callbacks import replicas as module
 from callbacks.replicas import ReplicaCheck, digest_tensors
 from ranks import rendezvous
-from training import health, sharding
-from training.health import HealthConfig
 
 PARTS = {0: {"0.bias": 7}, 2: {"0.bias": 7}}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -97,14 +95,3 @@ def test_what_is_saved_is_compared_once(monkeypatch):
     ranks.replicas._batch = 31
     ranks.replicas.before_saving()
     assert len(asked) == 2 and ranks.replicas.last_equal_batch == 31
-
-
-def test_a_check_of_one_copy_in_parts_is_refused(monkeypatch):
-    config = HealthConfig(digest_every_batches=100)
-    assert health.problems(config, "full") == []  # one rank
-    for dist in {health.dist, sharding.dist}:
-        monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-        monkeypatch.setattr(dist, "get_local_world_size", lambda: 2)
-    [(key, text)] = health.problems(config, "full")
-    assert key == "health.digest_every_batches" and text.startswith("100, but sharding=full: each rank has other parts")
-    assert health.problems(config, "hybrid") == health.problems(config, "off") == []

@@ -116,17 +116,6 @@ def test_the_record_of_a_machine_is_its_description(tmp_path):
     assert {field: value for field, value in system.items() if value} == expected
 
 
-def test_a_second_report_leaves_nothing_of_the_first_but_fields_that_were_filled_in_by_hand(runs, tmp_path, capsys):
-    said(capsys, runs[:4], tmp_path / "out")
-    path = tmp_path / "out/Fixture/systems/no_machine.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"cooling": "air", "framework": "another"}))
-    text = said(capsys, runs[:3], tmp_path / "out")
-    system = json.loads(path.read_text())
-    assert (system["cooling"], system["framework"]) == ("air", "PyTorch 2.7.0") and " cooling" not in text
-    folder = tmp_path / "out/Fixture/results/no_machine/stable_diffusion"
-    assert sorted(path.name for path in folder.iterdir()) == ["result_0.txt", "result_1.txt", "result_2.txt"]
-
-
 def test_one_run_of_ten_may_fail_and_is_the_worst(runs, tmp_path, capsys):
     """Also one that diverged before its first evaluation."""
     drive = Drive(tmp_path / "nan", constants=header(512, 10)).start()
@@ -199,19 +188,6 @@ def test_a_folder_that_is_no_run_or_cannot_be_written_and_unknown_words_are_refu
     assert mlperf.main([str(runs[0]), f"out={tmp_path / 'file'}"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"out: {tmp_path / 'file'}/Fixture") and "cannot be written: Not a directory." in line
-
-
-UNREADABLE = [("config.yaml", b"a: ["), ("summary.json", b"{"), ("environment.json", b"[]"), ("metrics.jsonl", b"x\n")]
-
-
-def test_a_run_with_an_unreadable_file_is_left_out_by_the_files_name(runs, first, tmp_path, capsys):
-    for number, (name, content) in enumerate(UNREADABLE):
-        bad = shutil.copytree(runs[1], tmp_path / f"bad{number}")
-        (bad / name).write_bytes(content)
-        capsys.readouterr()
-        assert mlperf.main([str(first), str(bad), f"out={tmp_path / 'out'}"]) == 0
-        assert str(bad / name) in capsys.readouterr().err.splitlines()[-1]
-        assert refused(capsys, [bad], tmp_path / "none")[0].startswith(str(bad / name))
 
 
 def edited(name: str, before: str, after: str):

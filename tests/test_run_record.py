@@ -172,16 +172,6 @@ def test_config_yaml_is_written_once_and_later_values_go_to_overrides_yaml(tmp_p
     assert (tmp_path / "config.yaml").read_bytes() == content
 
 
-def test_a_file_is_written_whole_through_a_link_which_stays(tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "disk" / "a.txt").write_text("old")
-    link = tmp_path / "a.txt"
-    link.symlink_to(tmp_path / "disk" / "a.txt")
-    write_atomic(link, "new")
-    assert link.is_symlink() and (tmp_path / "disk" / "a.txt").read_text() == "new"
-    assert len(list(tmp_path.rglob("*"))) == 3
-
-
 def test_a_full_disk_names_the_file_and_what_to_do(tmp_path, monkeypatch):
     """The system's error of a write has no name."""
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from PIL import Image
 
 from callbacks.sample_grid import write_grid
-from mds.videos import inspect_video, read_frames
 from run_folder import sample_videos
 
 
@@ -27,21 +25,6 @@ def test_a_strip_has_the_first_and_the_last_frame_and_at_most_eight():
     assert strip.shape == (3, 32, 8 * 48 + 7)
     assert torch.equal(strip[..., :48], made[:, 0]) and torch.equal(strip[..., -48:], made[:, 10])
     assert torch.equal(sample_videos.strip_of(made[:, :1]), made[:, 0])
-
-
-@pytest.mark.parametrize("codec", sample_videos.CODECS)
-def test_an_mp4_file_has_the_frames_at_their_rate_and_its_comment(codec, tmp_path, monkeypatch):
-    monkeypatch.setattr(sample_videos, "CODECS", (codec,))
-    made, path, said = video(9), tmp_path / "samples/00.mp4", '{"prompt": "\\u00e9; a=b # \\n", "seed": 17}'
-    sample_videos.write_mp4(path, made, 12.5, said)
-    assert sample_videos.comment_in(path) == said and sample_videos.read_mp4(path).shape == made.shape
-    facts = inspect_video(data := path.read_bytes())
-    assert (facts.width, facts.height, facts.num_frames) == (48, 32, 9) and facts.fps == pytest.approx(12.5)
-    frames = torch.stack(read_frames(data, [number / 12.5 for number in range(9)], lambda frame: frame), dim=1)
-    assert frames.shape == made.shape
-    assert (frames.float() - made.float()).abs().mean() < 6.0  # colours have half of the pixels
-    assert [path.name for path in path.parent.iterdir()] == ["00.mp4"]
-    assert len({sample_videos.mp4_of(made[..., :32], 8.0) for _ in range(20)}) == 1, "the bytes are always the same"
 
 
 def test_a_grid_of_videos_has_a_strip_and_a_file_of_each(tmp_path):

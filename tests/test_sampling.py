@@ -18,7 +18,6 @@ from families.sampling import (
     prompt_generator,
     prompt_noise,
     sample,
-    sampling_problems,
     split_by_rank,
 )
 
@@ -128,17 +127,6 @@ def test_from_pure_noise_the_data_have_their_mean(sampler):
     scheduler = build_scheduler(sampler, "v", zero_terminal_snr=True)
     scheduler.set_timesteps(10)
     assert scheduler.timesteps.tolist() == list(range(999, 0, -100))
-
-
-def test_impossible_values_are_refused_with_the_choices():
-    with pytest.raises(
-        ValueError, match=r"unknown sampler 'heun'. Known: ddim, plms, .*\nsteps: 0 .*\nguidance: -1.0 "
-    ):
-        sample(ideal("v"), draw(1, 1, 1, 1), sampler="heun", prediction="v", steps=0, guidance=-1.0)
-    with pytest.raises(ValueError, match=r"plms cannot begin at pure noise \(zero_terminal_snr\). Possible: ddim"):
-        sample(ideal("v"), draw(1, 1, 1, 1), sampler="plms", prediction="v", steps=5, zero_terminal_snr=True)
-    assert [key for key, _ in sampling_problems("ddim", 501, math.nan)] == ["steps", "guidance"]
-    assert sampling_problems("euler", 2, 0.0) == sampling_problems("ddim", 500, 8.0) == []
 
 
 # --- noise and shards ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +116,6 @@ def test_the_committed_record_shows_every_section_and_what_is_no_record_is_refus
     assert "a.json: is no record of scaling (KeyError: 'run')." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["resume_sec=1e12"], ["write_gib_per_sec=1e-9"]])
-def test_a_run_that_never_ends_is_said_to_and_its_record_is_json(words):
-    record, printed = made(["gpus=[4096]", "price_per_gpu_hour=2", "price_date=2026", *words])
-    [row] = record["estimates"]
-    assert [row[key] for key in ("days", "gpu_hours", "cost", "overhead_frac")] == [None] * 4
-    assert "never" in printed and "inf" not in printed.split("=== The best batch")[0]
-    json.dumps(record, allow_nan=False)
-
-
 def test_days_gpu_hours_and_money_come_from_the_speed_and_have_its_interval():
     record, printed = made(["gpus=[8,64]", "gpu=H100", "price_per_gpu_hour=2", "price_date=2026-11"])
     for row in record["estimates"]:
@@ -170,19 +160,6 @@ def test_a_card_is_known_by_the_whole_name_of_a_device(tmp_path):
 # --- what is refused ---
 
 
-def test_records_of_different_configurations_or_gpus_are_refused_with_the_key(run, tmp_path, capsys):
-    one = a_record(tmp_path, "a")
-    for message, changed in {
-        "precision: bf16 in a, fp16 in b. Records of one configuration belong together. Leave": {"precision": "fp16"},
-        "ema: True in a, False in b.": {"ema": False},
-        "device: NVIDIA H200 in a, NVIDIA H100 in b": {"device": "NVIDIA H100"},
-    }.items():
-        assert message in refused([run, one, a_record(tmp_path, "b", 8, **changed)], capsys)
-    message = "a: is of NVIDIA H200. Possible: H100. Give its gpu, or another record."
-    assert message in refused([run, one, "gpu=H100"], capsys)
-    assert "emoji_cpu_1_rank: is of CPU AMD EPYC, 2 threads. Possible: A100," in refused([run, EMOJI], capsys)
-
-
 IMPOSSIBLE = {
     "cluster_link=token_ring": "cluster_link is 'token_ring'. Possible: one of infiniband_hdr, infiniband_ndr, ethernet_",
     "gpu=H900": "gpu is 'H900'. Possible: one of A100, H100, H200, B200, GB200",
@@ -194,15 +171,6 @@ IMPOSSIBLE = {
 def test_keys_that_are_not_possible_are_refused_with_what_is(capsys):
     for word, message in IMPOSSIBLE.items():
         assert message in refused([word], capsys)
-
-
-def test_a_record_with_a_number_that_no_run_has_is_refused_by_name(run, tmp_path, capsys):
-    for key, value in (("tflop_per_image", math.nan), ("device_train_microbatch_size", 0)):
-        place = a_record(tmp_path, "a", **{key: value})
-        message = f"a.json: its {key} is {value!r}. Possible: a number above 0. Give another record."
-        assert message in refused([run, place], capsys)
-        with pytest.raises(ValueError, match=key):  # which --print_config prints
-            devices.expected_speed(place, 8, 256)
 
 
 # --- --print_config ---

@@ -200,12 +200,6 @@ def test_the_expected_time_is_that_of_runs_played_through(w, d, r, m):
     assert estimates.overhead_frac(w, d, r, m) == pytest.approx(np.mean(played), abs=4 * error)
 
 
-def test_without_failures_a_checkpoint_costs_its_time_and_with_too_many_a_run_never_ends():
-    assert estimates.overhead_frac(1000.0, 10.0, 300.0, 1e12) == pytest.approx(0.01, rel=1e-4)
-    assert estimates.overhead_frac(1e6, 10.0, 300.0, 100.0) == math.inf
-    assert pytest.approx(50_677, abs=1) == estimates.LLAMA_HOURS
-
-
 # --- a run ---
 
 STEP = Step("plain", 2.41, 865_910_724, 16)

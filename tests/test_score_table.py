@@ -70,19 +70,6 @@ def test_concurrent_writers_of_a_table_keep_each_row_once(tmp_path):
     assert sorted(row["guidance"] for row in read_rows(one.path)) == [float(n) for n in range(1, 12)]
 
 
-def test_a_writer_that_fails_leaves_the_earlier_table(tmp_path):
-    path = tmp_path / "eval.csv"
-    write_rows(path, [ROW])
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(TypeError):
-        write_rows(path, [ROW, {**ROW, "fid": {1, 2}}])
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before and len(before) == 2
-    (tmp_path / "other/eval.csv").mkdir(parents=True)
-    with pytest.raises(ValueError, match="cannot be written"):  # a row of only one of both files is scored again
-        add_row(tmp_path / "other/eval.jsonl", ROW, ["model"])
-    assert read_rows(tmp_path / "other/eval.jsonl") == []
-
-
 def test_the_curves_are_drawn_for_several_models_and_without_one_of_the_figures(tmp_path):
     scores = [{"images": 24 * n, "guidance": float(n), "fid": 90.0 / n, "clip": 0.05 * n} for n in (1, 2, 3)]
     rows = [{**ROW, "model": model, **score} for model in ("a", "b") for score in scores]

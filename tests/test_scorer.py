@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from conftest import TINY_RUN
 from test_benchmark import refused
 from torch.utils.data import DataLoader, TensorDataset
 
-import eval as eval_command
 from callbacks.periodic import EveryNImages
 from callbacks.quality_target import target_outcome
 from callbacks.sample_grid import make_grid
@@ -161,33 +159,6 @@ def test_evaluations_are_in_no_clock_that_a_checkpoint_keeps():
     assert [line["batch"] for line in lines] == [1, 2, 3, 4]
     assert 0.0 < lines[0]["seconds"] < lines[-1]["seconds"] < took_sec - 4 * 1.0 + 0.5  # all but the evaluations
     assert Progress.of(trainer.state).seconds == pytest.approx(lines[-1]["seconds"])
-
-
-@pytest.fixture
-def a_run(tmp_path) -> Path:
-    """A run for eval.py, before it looks for snapshots."""
-    (tmp_path / "prompts.tsv").write_text("image_id\tid\tcaption\n1\t1\ta cat\n")
-    (tmp_path / "run").mkdir()
-    scored = f"eval: {{prompts: {tmp_path}/prompts.tsv, clip: random, steps: 3}}\n"
-    (tmp_path / "run/config.yaml").write_text(f"{scored}model: {{preset: tiny}}\nimage_size: 64\n")
-    return tmp_path / "run"
-
-
-def eval_refused(capsys, *words: object) -> list[str]:
-    assert eval_command.main([str(word) for word in words]) == 2
-    return capsys.readouterr().err.splitlines()
-
-
-def test_impossible_snapshots_and_sources_are_refused(a_run, tmp_path, capsys):
-    lost = tmp_path / "lost/checkpoints/weights-im000000000064-0123.pt"
-    lost.parent.mkdir(parents=True)
-    lost.touch()
-    for words, text in (
-        ([a_run, "snapshots=last", "from_images=512000"], "from_images: 512,000, but last snapshots are scored."),
-        ([a_run, "snapshots=to_target"], "snapshots: to_target needs a target.fid or target.clip, and one guidance."),
-        ([tmp_path / "lost"], f"{tmp_path}/lost: it has checkpoints of a run, but no config.yaml."),
-    ):
-        assert begins(eval_refused(capsys, *words), [text])
 
 
 def test_an_evaluation_has_to_be_like_the_last_one_before_the_start(tmp_path):

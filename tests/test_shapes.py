@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import resource
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -23,7 +22,7 @@ from families.encoders import build_encoders, default_weights
 from families.shapes.networks import END, NUM_TOKENS, PAD, START, UNKNOWN, VOCABULARY, WEIGHTS, Reader, tokenize
 from families.shapes.scenes import ATTRIBUTES, COLOURS, PARTS, WORDS, Scene, draw_scene, list_scenes
 from prepare import shapes
-from prepare.shapes import draw_jitter, prompt_scenes, render
+from prepare.shapes import draw_jitter, render
 
 ONE = Scene("large", "red", "square", "top left", "white")
 TWO = Scene("small", "green", "cross", "left of", "orange", "large", "black", "circle")
@@ -103,31 +102,6 @@ def test_a_tar_has_image_caption_and_scene(tmp_path):
     assert shapes.main([str(tmp_path / "files"), "num_images=2", "seed=3", "layout=files"]) == 0
     images = {name: content for name, content in files.items() if name.endswith(".png")}
     assert {path.name: path.read_bytes() for path in (tmp_path / "files").iterdir()} == images
-
-
-def test_prompts_are_all_different_and_end_where_the_scenes_do(tmp_path, capsys):
-    out = tmp_path / "prompts.tsv"
-    assert shapes.main([str(out), "num_images=1000", "part=prompts", "objects=one"]) == 0
-    assert capsys.readouterr().out == f"wrote 491 prompts to {out}\n"
-    prompts = read_prompts(str(out)).prompts
-    assert len({prompt.caption for prompt in prompts}) == 491
-    assert [prompt.number for prompt in prompts] == [prompt.image_id for prompt in prompts] == list(range(491))
-    both = [scene.shape_2 is None for scene, _ in zip(prompt_scenes(1, "prompts", "both"), range(100), strict=False)]
-    assert both == [True, False] * 50
-
-
-@pytest.mark.parametrize("name", ["world", "world.tsv"])
-def test_a_disk_that_takes_no_more_is_a_message(tmp_path, capsys, name):
-    """By a limit on the size of files, which fails as a full disk does: in the middle of a write."""
-    words, limits = [str(tmp_path / name), "num_images=100", "part=prompts"], resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        assert shapes.main(words) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = f"OUT: {tmp_path / name} cannot be written: [Errno 27] File too large. Make room or give another folder, "
-    assert capsys.readouterr().err.splitlines()[-1] == said + "then start it again."
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- tokens and family ---

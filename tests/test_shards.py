@@ -245,29 +245,6 @@ def test_the_first_sample_decides_between_images_and_moments(tmp_path):
     assert ("1.tar", "b", "missing image") in skipped(tmp_path / "out" / "skipped.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["{tmp}/empty", "{tmp}/out"], "{tmp}/empty: holds neither tars nor images nor tables. "),
-        (["{tmp}/in.tar", "{tmp}/full"], "OUT: {tmp}/full exists and is not empty. Give a new folder, or remove it."),
-        (["{tmp}/in.tar", "/proc/out"], "OUT: /proc/out cannot be written: /proc: No such file or directory. "),
-        (["{tmp}/tars", "{tmp}/tars/out"], "OUT: {tmp}/tars/out lies in {tmp}/tars, which is only read. "),
-        (
-            ["{tmp}/none", "{tmp}/out", "shard_size=99tb", "wokers=2"],
-            "command line: shard_size is '99tb'. Possible: 1kb to 4gb.\n"
-            "command line: unknown key 'wokers'. Did you mean 'workers'?\n{tmp}/none: no such file or folder. ",
-        ),
-    ],
-)
-def test_shards_says_what_it_cannot_do(tmp_path, capsys, words, message):
-    (tmp_path / "empty").mkdir()
-    for tar in ("in.tar", "tars/0.tar", "full/0.tar"):
-        write_tar(tmp_path / tar, {"a": sample_files(0)})
-    assert shards.main([word.format(tmp=tmp_path) for word in words]) == 2
-    assert capsys.readouterr().err.startswith(message.format(tmp=tmp_path))
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_disk_that_fails_once_does_not_become_a_finished_part(tmp_path, capsys, monkeypatch):
     for number in range(2):
         write_tar(tmp_path / "in" / f"{number}.tar", {f"{number}": sample_files(number)})

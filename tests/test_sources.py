@@ -15,7 +15,6 @@ from conftest import picture, sample_files, tree, write_tar
 from test_shards import SIZES, rows, skipped
 
 from prepare import addresses, shards, sources, tables
-from prepare.samples import RequestedFields, TableRow, choose_fields
 
 
 def write_pictures(folder: Path, count: int) -> list[str]:
@@ -97,15 +96,6 @@ def test_csv_and_json_lines_give_the_same_samples_from_relative_and_absolute_pat
         written = [(row["key"], row["jpg"], row["caption"], row["metadata"]) for row in rows(tmp_path / kind)]
         expected = [(f"t/{n:08d}", picture(n, SIZES[n]), f"number {n}", {"similarity": similarity}) for n in range(4)]
         assert written == expected
-
-
-def test_the_delimiter_of_a_csv_file_is_that_of_its_first_line(tmp_path):
-    [path] = write_pictures(tmp_path, 1)
-    for name, delimiter, prefix in (("a.csv", ";", "\ufeff"), ("b.tsv", "\t", ""), ("c.csv", "|", "")):
-        table = write_csv(tmp_path / name, ["image", "caption"], [[path, 'a, b; c "d"\ne']], delimiter=delimiter)
-        table.write_text(prefix + table.read_text(), newline="")
-        assert make(table, tmp_path / f"{name}-out") == 0
-        assert [row["caption"] for row in rows(tmp_path / f"{name}-out")] == ['a, b; c "d"\ne']
 
 
 def test_a_table_is_cut_into_parts_of_so_many_rows_at_the_ends_of_records(tmp_path, monkeypatch):
@@ -215,17 +205,6 @@ def test_a_table_that_cannot_be_read_as_it_is_asked_for_is_refused(tmp_path, cap
     assert make(tmp_path / name, tmp_path / "out", *words.split()) == 2
     assert capsys.readouterr().err.startswith(message.format(tmp=tmp_path))
     assert not (tmp_path / "out").exists()
-
-
-def test_the_first_of_the_usual_names_is_taken_in_any_case():
-    for names, expected in (
-        ("TEXT Image id url", ("Image", "TEXT", "id")),
-        ("prompt text path jpg", ("jpg", "text", None)),
-    ):
-        fields = choose_fields([TableRow("", dict.fromkeys(names.split(), "x"))], RequestedFields(), "t")
-        assert (fields.image, *fields.captions, fields.key) == expected
-    row = TableRow("", {"image": "x", "metadata": {"prompt": "y"}})
-    assert choose_fields([row], RequestedFields(), "t").captions == ("metadata:prompt",)
 
 
 # --- what is left out ---

@@ -6,7 +6,6 @@ The loss curve of the miniature with all keys is in tests/test_miniature.py.
 from __future__ import annotations
 
 import ctypes
-import json
 import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -291,17 +290,6 @@ def refused(capsys, *words: str) -> list[str]:
 )
 def test_what_this_machine_cannot_do_is_refused_before_anything_starts(capsys, words, text):
     assert refused(capsys, *words.split())[0].startswith(text)
-
-
-def test_xformers_that_does_not_load_is_named_without_an_import(monkeypatch, tmp_path):
-    (tmp_path / "__init__.py").write_text("raise SystemExit('it was imported')")
-    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: spec)
-    monkeypatch.setattr(torch, "__version__", "2.10.0+cu130")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    (tmp_path / "cpp_lib.json").write_text(json.dumps({"version": {"cuda": 1208, "torch": "2.10.0+cu128"}}))
-    problem = "does not load: it is built for torch 2.10.0+cu128, here is 2.10.0+cu130. Use attention=auto."
-    assert speed.attention_problem("xformers", "bf16", True) == problem
 
 
 def test_what_a_gpu_lacks_for_an_attention_is_named(monkeypatch):

@@ -68,17 +68,6 @@ def test_an_impossible_server_is_named_with_its_variable(monkeypatch, name):
     assert "secret" not in address_problem("s3://easel/mom")
 
 
-def test_a_bad_region_and_a_name_that_does_not_resolve_are_named(monkeypatch):
-    error = EndpointConnectionError(endpoint_url="https://easel.s3.amazonaws.com/mom", error=socket.gaierror(-2, "no"))
-    text = explain_store_error(error, "s3://easel/mom")
-    assert text.startswith("s3://easel/mom cannot be read: the name easel.s3.amazonaws.com does not resolve. ")
-    monkeypatch.setenv("S3_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "bad region!")
-    text = r"^s3://easel/mom cannot be read: the region is none \(.* Set AWS_DEFAULT_REG"
-    with pytest.raises(ValueError, match=text):
-        read_dataset("s3://easel/mom")
-
-
 def answer(code: str, status: int) -> Exception:
     return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetObject")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,28 +61,3 @@ def test_a_run_that_did_not_end_well_is_counted_and_is_in_no_mean(record):
     del record["runs"][0]["val_loss"]
     rows = {row[:2]: row for row in study.table_of(record).rows}
     assert rows["0.1", "bf16"][-1] == "+30.00" and rows["0.1", "fp32"][3] == "0.4000"
-
-
-@pytest.mark.parametrize("of_points", [("precision",), ()])
-def test_the_command_draws_and_puts_the_table_between_a_page_s_marks(record, tmp_path, monkeypatch, of_points, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("record.json").write_text(json.dumps({**record, "of_points": of_points}))
-    Path("page.md").write_text("<!-- table of record.json -->\n<!-- end of table -->\n")
-    assert study.main(["record.json", "out.png", "page.md"]) == 0
-    assert "| 0.1 | bf16 | 2 |" in Path("page.md").read_text()
-    assert Path("out.png").stat().st_size > 5000
-    assert study.main(["record.json"]) == 0
-    assert "0.4500 (0.4000 to 0.5000)" in capsys.readouterr().out
-
-
-def test_other_files_and_records_without_a_curve_are_refused(record, tmp_path, capsys):
-    without_curve = made_record(made_run(0.1, 1, "fp32", 0.5, status="failed"))
-    other = json.dumps({**record, "schema": 2})
-    for content, text in (
-        ("", "is no record of sweep.py"),
-        (other, "its schema is 2; possible: 1, else the code of its commit"),
-        (json.dumps(without_curve), "no run has a loss curve"),
-    ):
-        (tmp_path / "x.json").write_text(content)
-        assert study.main([f"{tmp_path}/x.json", f"{tmp_path}/x.png"]) == 2
-        assert text in capsys.readouterr().err and not (tmp_path / "x.png").exists()

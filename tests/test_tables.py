@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 from conftest import picture, tree
 from test_shards import SIZES, rows, skipped
@@ -95,43 +94,6 @@ def test_every_file_of_a_folder_is_a_part_and_a_broken_one_is_counted(tmp_path):
 
 
 @with_pyarrow
-def test_a_page_that_is_damaged_ends_its_file_and_is_counted(tmp_path, capsys):
-    files = images(40)
-    path = write_parquet(tmp_path / "t.parquet", image=files, text=["x"] * 40)
-    data = bytearray(path.read_bytes())
-    at = data.index(files[35])
-    data[at - 4 : at] = b"\xff\xff\xff\x7f"  # the length of that image
-    path.write_bytes(data)
-    assert make(path, tmp_path / "out") == 1
-    num = 2 * tables.ROWS_AT_ONCE
-    assert [row["jpg"] for row in rows(tmp_path / "out")] == files[:num]
-    assert skipped(tmp_path / "out" / "skipped.jsonl") == [("t.parquet", None, "cannot be read to its end")]
-    failed = f"failed {40 - num} (cannot be read to its end: {40 - num}); "
-    assert f"found 40 samples, wrote {num}, skipped 0, {failed}" in capsys.readouterr().out
-
-
-def column_with(values: list[bytes], kind: Any) -> Any:
-    """An array of texts that nobody has checked to be UTF-8, as writers of Parquet leave it."""
-    return pyarrow.Array.from_buffers(kind, len(values), pyarrow.array(values, pyarrow.binary()).buffers())
-
-
-@with_pyarrow
-def test_a_cell_that_is_no_text_costs_its_row_and_a_time_out_of_range_is_null(tmp_path, capsys):
-    texts = [f"caption {n}".encode() for n in range(40)]
-    texts[20] = b"na\xefve"
-    captions = column_with(texts, pyarrow.string())
-    times = pyarrow.array([1] * 30 + [10**12] * 2 + [None] * 8, pyarrow.timestamp("s"))
-    path = write_parquet(tmp_path / "t.parquet", image=images(40), caption=captions, when=times)
-    assert make(path, tmp_path / "out") == 0
-    assert skipped(tmp_path / "out" / "skipped.jsonl") == [("t.parquet", "t/00000020", "caption is not UTF-8")]
-    written = rows(tmp_path / "out")
-    assert [row["caption"] for row in written] == [f"caption {n}" for n in range(40) if n != 20]
-    assert [row["metadata"]["when"] for row in written[28:32]] == ["1970-01-01 00:00:01", None, None, None]
-    message = "2 values of when have no Python value, such as a time out of range. They are null."
-    assert message in capsys.readouterr().err
-
-
-@with_pyarrow
 def test_images_as_hugging_face_stores_them_may_be_bytes_or_a_path_beside_the_file(tmp_path):
     [path] = write_pictures(tmp_path, 1)
     files = as_hugging_face([picture(5), None, None, None], ["a.jpg", path, None, "img/none.jpg"])
@@ -190,16 +152,6 @@ def test_a_split_is_read_by_datasets_file_by_file_with_the_images_own_bytes(hub_
     assert tree(tmp_path / "out") == tree(tmp_path / "two")
 
 
-@with_datasets
-def test_a_data_set_that_is_not_there_as_asked_says_what_there_is(hub_folder, tmp_path, capsys):
-    for words, message in (
-        ("split=none", "split: is none. {hub} has: train, test. Give split=NAME."),
-        ("", "SOURCE: {hub} holds several splits, by the names of its files: test, train. "),
-    ):
-        assert make(hub_folder, tmp_path / "out", *words.split()) == 2
-        assert capsys.readouterr().err.startswith(message.format(hub=hub_folder))
-
-
 # --- a hub on loopback ---
 
 
@@ -230,20 +182,3 @@ def test_a_data_set_on_the_hub_is_streamed_from_a_commit_that_the_plan_keeps(hub
     assert plan == [{"name": f"me/pictures default train, file {n} of 2", "revision": on_hub} for n in (1, 2)]
     assert shards.main(["me/pictures@main", str(tmp_path / "two"), "workers=2"]) == 0
     assert tree(tmp_path / "out") == tree(tmp_path / "two")
-
-
-@with_datasets
-def test_a_data_set_that_the_hub_cannot_give_is_refused(hub, on_hub, hub_folder, tmp_path, capsys, monkeypatch):
-    def refusal(name: str) -> str:
-        assert make(name, tmp_path / "out") == 2
-        return capsys.readouterr().err
-
-    assert refusal("me/pictuers").startswith(
-        "SOURCE: me/pictuers: no such folder here, and not to be read on the hub: "
-    )
-    (hub_folder / "pictures.py").write_text("raise SystemExit('it ran')")
-    hub.add("me/pictures", hub_folder)
-    assert "give its files, or revision=refs/convert/parquet" in refusal("me/pictures")
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    tables.open_stream.cache_clear()
-    assert "not to be read on the hub: ConnectError: " in refusal("me/pictures")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import tree
-from miniature import WEIGHTS
 from PIL import Image
 from test_eval_images import told_by
 from test_published_weights import as_ldm, write
@@ -153,18 +151,6 @@ def refusal(capsys, path: object, out: Path, *more: str) -> str:
     capsys.readouterr()
     assert eval_command.main([str(path), f"images={out}", "prompts=[a]", "eval.steps=2", *SHAPES, *more]) == 2
     return capsys.readouterr().err
-
-
-def test_a_model_of_another_class_or_a_folder_of_something_else_is_named(tmp_path, capsys):
-    folder, other = tmp_path / "dit", tmp_path / "other"
-    folder.mkdir(), other.mkdir()
-    (folder / "config.json").write_text('{"_class_name": "DiTTransformer2DModel"}')
-    shutil.copy(WEIGHTS / "vae/diffusion_pytorch_model.safetensors", folder)
-    text = refusal(capsys, folder, tmp_path / "x", "model.weights=shipped")
-    assert text.startswith(f"model.denoiser: {folder}/config.json has _class_name DiTTransformer2DModel, this model's")
-    (other / "a\x1b[31m.txt").touch()
-    text = f"{other} has neither config.yaml, model_index.json, unet/, transformer/ nor images: a\\x1b[31m.txt. "
-    assert refusal(capsys, other, tmp_path / "x").startswith(text)
 
 
 @pytest.mark.long

@@ -102,14 +102,6 @@ def test_bad_videos_are_counted_and_named_and_the_rest_is_written(tmp_path):
     assert {key: reason for _, key, reason in skipped(tmp_path / "out" / "skipped.jsonl")} == reasons
 
 
-def test_filters_hold_for_videos_too_and_keys_that_do_not_fit_are_refused(tars, stage, tmp_path, capsys):
-    assert shards.main([str(tars), str(tmp_path / "out"), "min_side_px=48", "workers=2"]) == 0
-    assert "side below 48 px: 6" in capsys.readouterr().out
-    problems = dict(DataConfig(local=str(stage), fps=8.0).problems(1, {"image_size": list(SIZE)}))
-    assert problems["data.fps"] == "8, but images have no frames. Leave it out."
-    assert problems["data.stage"].startswith(f"the config says 'images', {stage}/dataset.json says 'videos'. ")
-
-
 # --- clips are read ---
 
 

@@ -85,21 +85,6 @@ def test_tiles_are_encoded_instead_of_the_whole_image_and_recorded(stage, tmp_pa
     assert 0 < error < 0.1 * np.abs(whole).mean()
 
 
-def test_keys_that_do_not_fit_the_family_or_the_source_are_refused(stage, tmp_path, capsys):
-    tiny = ["model.preset=tiny", "model.weights=random", "image_size=64"]
-    no_videos = "".join(f"{key}, but sd2 makes images. Leave it out.\n" for key in ("num_frames: 5", "fps: 8.0"))
-    for words, text in (
-        ([*tiny, "num_frames=5", "fps=8"], no_videos),
-        (
-            [*words_of("wan", "t2v")[:4], "image_size=[48,32]", "num_frames=6"],
-            "num_frames: 6 frames do not fit wan: its ",
-        ),
-        (words_of("wan", "i2v", "flip=true"), "flip: true, but wan needs first_frame, image_states, which are "),
-    ):
-        assert latents.main([str(stage), str(tmp_path / "out"), *words]) == 2
-        assert capsys.readouterr().err.startswith(text)
-
-
 def test_a_run_at_another_rate_or_of_other_frames_than_the_moments_is_refused(stage, tmp_path):
     out = tmp_path / "out"
     assert latents.main([str(stage), str(out), *words_of("wan", "t2v")]) == 0

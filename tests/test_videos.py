@@ -6,9 +6,8 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from conftest import picture
-from numbered_videos import film, music, number_of, numbered
+from numbered_videos import film, music, number_of
 
 from mds import videos
 from mds.images import SampleError
@@ -103,25 +102,6 @@ def test_frames_are_turned_as_the_tracks_matrix_says(matrix):
 
 def coloured(number: int, size: tuple[int, int] = (6, 4)) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
-
-
-def test_ten_bits_become_eight():
-    eight, ten = (
-        read_frames(film(2, codec="ffv1", kind="matroska", pixels=pixels), [0.1], lambda frame: frame.float())[0]
-        for pixels in ("yuv444p", "yuv444p10le")
-    )
-    assert ten.max() <= 255 and (eight - ten).abs().max() <= 3 and (eight - ten).abs().mean() < 0.7
-
-
-def test_alpha_is_dropped_and_colours_stay_as_they_are_stored():
-    def half_clear(number, size):
-        alpha = np.full((size[1], size[0], 1), 255, np.uint8)
-        alpha[:, : size[0] // 2] = 0
-        return np.concatenate([numbered(number, size), alpha], axis=2)
-
-    data = film(3, codec="png", kind="mov", pixels="rgba", draw=half_clear)
-    [frame] = read_frames(data, [0.2], lambda frame: frame)
-    assert torch.equal(frame, torch.from_numpy(numbered(2)).permute(2, 0, 1))
 
 
 @pytest.mark.parametrize(

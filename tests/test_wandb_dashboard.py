@@ -19,14 +19,3 @@ def test_the_view_has_the_sections_and_metrics_of_the_dashboard():
     sections = json.loads(text)["section"]["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == list(wandb_dashboard.SECTIONS)
     assert [name for name in wandb_dashboard.metrics() if name not in text.replace(".+", "NAME")] == []
-
-
-def test_other_words_and_a_missing_package_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    missing = "wandb-workspaces is not installed, which the dashboard is made with. Run: pip install --no-deps -r "
-    for words, text in (
-        (["team"], "command line: 'team'. Possible: ENTITY/PROJECT, then grouped=true."),
-        (["a/b"], missing),
-    ):
-        assert wandb_dashboard.main(words) == 2
-        assert capsys.readouterr().err.startswith(text)

@@ -88,19 +88,3 @@ def test_a_resumed_run_does_not_read_its_initial_weights(earlier, tmp_path, caps
 
 
 # --- refused ---
-
-
-@pytest.mark.slow
-def test_another_network_or_target_is_named(earlier, published, tmp_path):  # noqa: F811
-    newest = list_checkpoints(earlier / "checkpoints", FULL)[0]
-    [variant, prediction] = texts(earlier, variant="mlperf")
-    problem = f"model.denoiser: {newest} was trained with model.variant=stock, this run has mlperf."
-    assert variant == f"{problem} Use that value, or begin elsewhere."
-    assert f"{newest} was trained with objective.prediction=epsilon, this run has v." in prediction
-    [preset] = texts(earlier, preset="full")
-    assert preset.startswith(f"model.denoiser: {newest} does not fit: ") and " of another form (" in preset
-    [text] = texts(published["ckpt"], variant="mlperf")
-    assert text.startswith(f"model.denoiser: {published['ckpt']}: no LDM file says that its denoiser is sd2's in the")
-    (tmp_path / "config.yaml").touch()
-    [text] = texts(tmp_path)
-    assert text.startswith(f"model.denoiser: {tmp_path} is a run without a checkpoint. ")

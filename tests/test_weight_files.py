@@ -319,21 +319,6 @@ def test_a_shape_that_is_impossible_or_longer_than_its_storage_is_refused(tmp_pa
     unreadable(repack(save({"a": torch.arange(5.0)}, tmp_path / "w.ckpt"), change))
 
 
-def test_without_tensors_the_keys_are_listed(tmp_path):
-    one, no_tensors = torch.ones(1), "holds no tensors by name: its keys"
-    for content, message in (
-        ({"model": {"a": one}, "ema": {"a": one}, "epoch": 3}, f"{no_tensors} are model, ema, epoch"),
-        ({"state_dict": {"x": 1}, "a": one}, f"{no_tensors} under state_dict are x. "),
-        ([one], "holds a list, no dictionary of tensors. Save the model's state_dict."),
-        (torch.nn.Linear(1, 1), "holds an object with its own code, no dictionary of tensors. "),
-    ):
-        assert refused(save(content, tmp_path / "w.ckpt")).startswith(message)
-    save_file({}, tmp_path / "w.ckpt")
-    assert refused(tmp_path / "w.ckpt") == "holds no tensors. Give a file that does."
-    text = refused(save({"a\x1b[31m\nb": 1, "c" * 10_000: 2}, tmp_path / "w.ckpt"))
-    assert r"a\x1b[31m\nb" in text and "\x1b" not in text and len(text) < 500
-
-
 def test_random_damage_is_always_a_sentence(tmp_path):
     """Whatever a byte is changed to: it is read, or refused with a message; nothing else is raised."""
     generator, outcomes, path = np.random.default_rng(0), collections.Counter(), tmp_path / "w"

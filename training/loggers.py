@@ -1,23 +1,18 @@
-"""Optional loggers besides the run record: Weights & Biases, TensorBoard, MLflow. docs/metrics.md has what they are sent."""
+"""Optional loggers besides the run record: Weights & Biases and TensorBoard. docs/metrics.md has what they are sent."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
-import logging
 import os
 import re
 import sys
 import threading
-import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import composer.loggers
@@ -28,12 +23,8 @@ from PIL import Image
 from common import dist
 from common.errors import ConfigError
 from common.log import log
-from common.masking import MASK, mask_secrets
 from common.plugins import build_all
 from run_folder.metric_names import as_sent
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 SERVER_SEC = 5.0  # time for W&B's server to answer; its own client waits 90
 WandbMode = Literal["online", "offline"]
@@ -74,12 +65,11 @@ class LoggersConfig:
     debug: bool = False
     """Show tracebacks."""
     group: str | None = None
-    """Group of runs at W&B and MLflow."""
+    """Group of runs at W&B."""
     classes: list[Any] = field(default_factory=list)
     """Composer LoggerDestinations of your own: path/to/file.py:Class(name=value), or {class: ..., args: {...}}."""
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
-    mlflow: MlflowConfig | None = None
 
     @property
     def shows_progress_bar(self) -> bool:
@@ -103,11 +93,6 @@ class LoggersConfig:
                 messages.append(
                     (f"loggers.{section}", f"the package {section} is not installed. Leave the section out.")
                 )
-        if self.mlflow is not None and importlib.util.find_spec("mlflow") is None:
-            todo = "Run: pip install --no-deps -r requirements/loggers.lock. Or leave the section out"
-            messages.append(("loggers.mlflow", f"the package mlflow is not installed. {todo}."))
-        if self.mlflow is not None and (text := self.mlflow.problem()):
-            messages.append(("loggers.mlflow", text))
         if messages or self.wandb is None:
             return messages
         try:
@@ -142,16 +127,6 @@ def _wandb_login() -> tuple[str, str | None]:
         raise ConfigError([f"loggers.wandb: {problem}. {advice}."])
     netrc = None if key else requests.utils.get_netrc_auth(server)
     return server, key or (netrc[1] if netrc else None)
-
-
-def check_loggers(config: LoggersConfig, folder: Path) -> WandbMode:
-    """Check that the loggers' servers and databases are available; return this start's W&B mode.
-
-    Called on one rank only. Raises ConfigError: W&B's server rejects the login, or MLflow cannot be reached.
-    """
-    if config.mlflow is not None:
-        config.mlflow.check(folder)
-    return wandb_mode(config, folder)
 
 
 def wandb_mode(config: LoggersConfig, folder: Path) -> WandbMode:
@@ -206,7 +181,7 @@ def _refusal(server: str, key: str) -> str | None:
 def build_loggers(
     config: LoggersConfig, run_name: str, run_id: str, folder: Path, mode: WandbMode
 ) -> list[LoggerDestination]:
-    """Build the configured loggers. A resumed run continues at W&B and MLflow by its `run_id`. `mode`: see `wandb_mode`."""
+    """Build the configured loggers. A resumed run continues at W&B by its `run_id`. `mode`: see `wandb_mode`."""
     loggers: list[LoggerDestination] = []
     if config.wandb is not None:
         section = config.wandb
@@ -229,8 +204,6 @@ def build_loggers(
         )
     if config.tensorboard is not None:
         loggers.append(TensorboardLogger(log_dir=config.tensorboard.log_dir or str(folder / "tensorboard")))
-    if config.mlflow is not None:
-        loggers.append(MlflowLogger(config.mlflow, folder, run_name=run_name, run_id=run_id, group=config.group))
     return [*loggers, *build_all("loggers.classes", config.classes, LoggerDestination)]
 
 
@@ -408,195 +381,3 @@ class TensorboardLogger(Destination):
                 self.writer.file_writer.add_summary(summary)
             for name, value in figures.items():
                 self.writer.add_scalar(name, value)
-
-
-# --- MLflow ---
-
-FLUSH_SEC = 5.0
-MOST_WAITING = 1_000_000  # figures: some 100 MB
-AT_ONCE = 1000  # of MLflow's log_batch
-LONGEST_TEXT = 5000  # of a tag; a param may have 6000
-RUN_ID = "easel_run_id"
-WAIT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # its own: 120 s, seven times
-ADDRESS = "MLFLOW_TRACKING_URI"
-
-
-@dataclass(frozen=True)
-class MlflowConfig:
-    """MLflow; used if this section is given. It is installed apart: requirements/loggers.lock."""
-
-    tracking_uri: str | None = None
-    """Server or database. null: MLFLOW_TRACKING_URI, else mlflow/mlflow.db in the run's folder."""
-    experiment: str = "easel"
-    """Experiment; created if missing."""
-
-    def problem(self) -> str | None:
-        """Say what is wrong with the address, or None."""
-        if self.tracking_uri is None or MASK not in self.tracking_uri:
-            return None
-        text = f"tracking_uri: {self.tracking_uri} contains a password, which the configuration does not store"
-        return f"{text}. Set the variable {ADDRESS} to the whole address, and leave the key out."
-
-    def address(self, folder: Path) -> str:
-        """Return where a run is logged, with its password. `folder`: of the run."""
-        own = f"sqlite:///{folder.resolve()}/mlflow/mlflow.db"
-        return self.tracking_uri or os.environ.get(ADDRESS) or own
-
-    def check(self, folder: Path) -> None:
-        """Check that a run can be logged, without creating anything. Raises ConfigError: it cannot."""
-        address = self.address(folder)
-        if (file := sqlite_file(address)) is not None and not file.exists():
-            return  # it is made with the run
-        try:
-            existing = _client(address).get_experiment_by_name(self.experiment)
-        except Exception as error:
-            advice = f"Start it, fix the address, or leave it out (and {ADDRESS}) to write into the run's folder"
-            raise ConfigError(
-                [f"loggers.mlflow: {mask_secrets(address)} cannot be used: {_why(error)}. {advice}."]
-            ) from error
-        if existing is not None and existing.lifecycle_stage != "active":
-            raise ConfigError([f"loggers.mlflow.experiment: {self.experiment} was deleted there. Give another name."])
-
-
-def _why(error: Exception) -> str:
-    """Return the first line of what MLflow, SQLAlchemy, requests or a database's driver says, without passwords."""
-    return mask_secrets(str(error)).splitlines()[0][:300] if str(error) else type(error).__name__
-
-
-def sqlite_file(address: str) -> Path | None:
-    """Return the file of an SQLite address, else None."""
-    return Path(address.removeprefix("sqlite:///")) if address.startswith("sqlite:///") else None
-
-
-def _client(address: str) -> MlflowClient:
-    for name, value in WAIT.items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-    from mlflow import MlflowClient
-
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # each table that it makes, at INFO
-    return MlflowClient(address)
-
-
-class MlflowLogger(Destination):
-    """A run at MLflow. A resumed run continues under the same id there, which is found by the run's own id.
-
-    Args:
-        config: where, and in which experiment.
-        folder: of the run.
-        run_id: of the run's record; it stands there as the tag easel_run_id.
-        group: of runs; there as the tag `group`.
-    """
-
-    def __init__(self, config: MlflowConfig, folder: Path, *, run_name: str, run_id: str, group: str | None):
-        self.config, self.folder = config, folder
-        self.tags = {RUN_ID: run_id, **({"group": group} if group else {})}
-        self.run_name = run_name
-        self._address = config.address(folder)
-        self._id: str | None = None  # at MLflow; None on other ranks
-        self._params: dict[str, str] = {}
-        self._waiting: deque[tuple[str, float, int, int]] = deque(maxlen=MOST_WAITING)
-        self._sent_at = time.monotonic()
-        self._step = 0
-        self._is_unreachable = self._is_finished = False
-
-    def init(self, state: State, logger: Logger) -> None:
-        """Begin the run there, or find it; once, before the training."""
-        if not is_first_rank():
-            return
-        if (file := sqlite_file(self._address)) is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        self._client = client = _client(self._address)
-        experiment = client.get_experiment_by_name(self.config.experiment)
-        # MLflow's own place for files would be ./mlruns.
-        files = None if file is None else f"{file.parent.resolve()}/artifacts"
-        number = experiment.experiment_id if experiment else client.create_experiment(self.config.experiment, files)
-        earlier = client.search_runs([number], f"tags.{RUN_ID} = '{self.tags[RUN_ID]}'", max_results=1)
-        run = earlier[0] if earlier else client.create_run(number, run_name=self.run_name, tags=self.tags)
-        if earlier:
-            client.update_run(run.info.run_id, status="RUNNING")
-        self._params = dict(run.data.params)
-        self._id = run.info.run_id
-        self._pool = ThreadPoolExecutor(1, "mlflow")
-        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
-        self._monitor = SystemMetricsMonitor(self._id, resume_logging=bool(earlier), tracking_uri=self._address)
-        self._monitor.start()
-
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log figures, a few seconds later."""
-        if self._id is None:
-            return
-        now = int(1000 * time.time())
-        self._step = step or 0
-        self._waiting.extend((name, float(value), now, self._step) for name, value in as_sent(metrics).items())
-        if time.monotonic() - self._sent_at > FLUSH_SEC:
-            self._sent_at = time.monotonic()
-            self._pool.submit(self._try, "figures", self._flush)
-
-    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Log the configuration. MLflow never changes a param: another value of a later start is the tag `later.KEY`."""
-        if self._id is None:
-            return
-        from mlflow.entities import Param, RunTag
-
-        values = {key: str(value)[:LONGEST_TEXT] for key, value in flat_keys(hyperparameters)}
-        new = {key: value for key, value in values.items() if key not in self._params}
-        tags = [RunTag(f"later.{key}", value) for key, value in values.items() if value != self._params.get(key, value)]
-        params = [Param(key, value) for key, value in new.items()]
-        self._params |= new
-        for start in range(0, max(len(params), len(tags)), 100):  # MLflow's most at once
-            some = {"params": params[start : start + 100], "tags": tags[start : start + 100]}
-            send = functools.partial(self._client.log_batch, self._id, **some)
-            self._pool.submit(self._try, "the configuration", send)
-
-    def log_image(self, image: Any, name: str, step: int | None) -> None:
-        """Log an image."""
-        send = functools.partial(self._client.log_image, self._id, image, key=name, step=step or 0)
-        self._pool.submit(self._try, name, send)
-
-    def log_video(self, path: Path, name: str, step: int | None) -> None:
-        """Log a GIF as an artifact."""
-        send = functools.partial(self._client.log_artifact, self._id, str(path), f"videos/{name}")
-        self._pool.submit(self._try, name, send)
-
-    def log_result(self, result: Mapping[str, Any]) -> None:
-        """Log its figures as metrics, its texts as tags."""
-        if self._id is None:
-            return
-        now = int(1000 * time.time())
-        self._waiting.extend((name, float(value), now, self._step) for name, value in figures_of(result).items())
-        for key, text in texts_of(result).items():
-            self._pool.submit(self._try, key, functools.partial(self._client.set_tag, self._id, key, text))
-        self._is_finished = True
-
-    def post_close(self) -> None:
-        """Send the rest. A run that did not finish is KILLED there, until it is resumed."""
-        if self._id is None:
-            return
-        self._pool.shutdown()
-        self._try("the machine's figures", self._monitor.finish)
-        self._try("figures", self._flush)
-        status = "FINISHED" if self._is_finished else "KILLED"
-        self._try("its end", lambda: self._client.set_terminated(self._id, status))
-        self._id = None
-
-    def _flush(self) -> None:
-        from mlflow.entities import Metric
-
-        while some := list(self._waiting)[:AT_ONCE]:
-            self._client.log_batch(self._id, metrics=[Metric(*each) for each in some])
-            for _ in some:
-                self._waiting.popleft()
-
-    def _try(self, what: str, work: Callable[[], Any]) -> None:
-        """Do something, and log once if MLflow cannot be reached: no run ends because of it."""
-        try:
-            work()
-            self._is_unreachable = False
-        except Exception as error:
-            if not self._is_unreachable:
-                where = f"loggers.mlflow: {what} not sent to {mask_secrets(self._address)}"
-                log.warning(f"{where}: {_why(error)}. The run's folder has them.")
-            self._is_unreachable = True

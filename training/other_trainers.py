@@ -47,7 +47,7 @@ OTHER_TRAINERS = {
     "random_crop": "data.crop=random",
     "random_flip": "data.flip=true",
     "rank": "lora.rank=VALUE",
-    "report_to": "loggers.wandb.project=NAME, loggers.tensorboard.log_dir=FOLDER or loggers.mlflow.experiment=NAME",
+    "report_to": "loggers.wandb.project=NAME or loggers.tensorboard.log_dir=FOLDER",
     "resolution": "image_size=PIXELS",
     "resume_from_checkpoint": "run_name=NAME: the same command resumes the run of this name",
     "sample_every_n_steps": "samples.every_images=IMAGES",
