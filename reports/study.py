@@ -5,12 +5,15 @@
 
 A page says by marks where the table goes (reports/formatting.py). Runs of one seed see the same images, noise and times, so
 where a sweep has `points`, each is also set against the first one with the same seed: chance that both share falls out.
+Curves are of the validation loss if the runs have it, else of the training loss. Of runs with a target, the table has the
+median number of images to it over the seeds, with a 95 % interval by bootstrap; a run that missed it counts as infinite.
 Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has no marks.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +25,7 @@ import numpy as np
 from common.command import command
 from reports.charts import smoothed
 from reports.formatting import Record, RecordTable, Row, about, in_markdown, in_text, show_record
+from run_folder.history import VAL_LOSS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +41,7 @@ QUALITY = (("val_loss", "validation loss", ".4f"), ("fid", "FID", ".1f"), ("clip
 SPEED = (("images_per_sec_per_device", "images/s a device", ".4g"),)
 MOST_PANELS = 4
 SMOOTH_WINDOWS = 5
+RESAMPLES = 10_000  # of the bootstrap
 COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
 DPI = 120
 
@@ -94,6 +99,8 @@ def table_of(record: Record) -> RecordTable:
     is_set_against = bool(_of_points(record)) and figures[0] in QUALITY[:1]
     head = (*short_names(keys).values(), "runs", *(name for _, name, _ in figures))
     head += ("loss over the first's, by seed",) if is_set_against else ()
+    has_target = any(run.get("images_to_target") is not None for run in ran)
+    head += ("images to the target",) if has_target else ()
     rows: list[Row] = []
     for group_runs in groups_of(record["runs"], keys).values():
         cells = [_word(group_runs[0]["values"][key]) if key in group_runs[0]["values"] else "-" for key in keys]
@@ -103,6 +110,8 @@ def table_of(record: Record) -> RecordTable:
         ]
         if is_set_against:
             cells.append(_over_first(record, group_runs))
+        if has_target:
+            cells.append(_format_median([run.get("images_to_target") or math.inf for run in group_runs]))
         rows.append(tuple(cells))
     lost = len(record["runs"]) - len(ran)
     title = f"Sweep {record['sweep']}: mean over the seeds (least to greatest)"
@@ -116,6 +125,14 @@ def _format_range(values: Sequence[float | None], digits: str) -> str:
         return "-"
     mean, least, most = (format(value, digits) for value in (statistics.fmean(known), min(known), max(known)))
     return mean if len(known) == 1 else f"{mean} ({least} to {most})"
+
+
+def _format_median(images: Sequence[float]) -> str:
+    draws = np.random.default_rng(0).choice(images, (RESAMPLES, len(images)))
+    of_draws = np.sort(np.median(draws, axis=1))  # np.quantile would take infinity less infinity
+    ends = of_draws[int(0.025 * RESAMPLES)], of_draws[int(0.975 * RESAMPLES)]
+    median, low, high = (f"{value:,.0f}" if value < math.inf else "missed" for value in (np.median(images), *ends))
+    return f"{median} ({low} to {high})" if len(images) > 1 else median
 
 
 def _over_first(record: Record, of: Sequence[Run]) -> str:
@@ -172,8 +189,16 @@ def differences_of(record: Record, runs: Sequence[Run], keys: Sequence[str]) -> 
 
 
 def _curves(runs: Sequence[Run]) -> list[tuple[np.ndarray, np.ndarray]]:
+    if is_validated(runs):
+        of_runs = [run["validations"] for run in runs]
+        return [(np.array(curve["images"], float), np.array(curve[VAL_LOSS], float)) for curve in of_runs]
     curves = [(np.array(run["curve"]["images"], float), np.array(run["curve"]["loss"], float)) for run in runs]
     return [(images, smoothed(losses, SMOOTH_WINDOWS)) for images, losses in curves if len(images) > 1]
+
+
+def is_validated(runs: Sequence[Run]) -> bool:
+    """True if each run has validation losses for a curve."""
+    return all(len(run["validations"]["images"]) > 1 for run in runs)
 
 
 def has_curves(record: Record) -> bool:
@@ -206,7 +231,8 @@ def draw(record: Record, path: Path) -> None:
     size = (max(8, 5.5 * num), 1 + 3.6 * num_rows)
     figure, axes = pyplot.subplots(num_rows, num, squeeze=False, figsize=size, layout="constrained")
     for column, name in enumerate(drawn):
-        _draw(axes[0, column], losses[column], looks, "training loss, mean and extremes of the seeds")
+        what = "validation loss" if is_validated(drawn[name]) else "training loss"
+        _draw(axes[0, column], losses[column], looks, f"{what}, mean and extremes of the seeds")
         axes[0, column].set_title(name if keys and others else "")
         if num_rows > 1:
             _draw(axes[1, column], below[column], looks, "over the first, same seed, %")

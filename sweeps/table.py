@@ -38,6 +38,8 @@ FIGURES = (
     VAL_LOSS,
     "fid",
     "clip",
+    "images_to_target",
+    "seconds_to_target",
     "seconds",
 )
 """Columns after those of the keys, the run and its status: figures of a run that is ok."""
@@ -182,8 +184,11 @@ def _run(row: Row, keys: Sequence[str], folder: Path) -> dict[str, Any]:
         "values": {key: row[key] for key in keys if key in row},
         **{key: row[key] for key in (*FIGURES, "message", "identity", "commit") if row.get(key) not in (None, "")},
     }
-    empty: dict[str, list[float]] = {"images": [], "loss": []}
-    return {**run, "curve": curve_of(read_history(folder / row["run"])) if row["status"] == OK else empty}
+    if row["status"] != OK:
+        return {**run, "curve": {"images": [], "loss": []}, "validations": {"images": [], VAL_LOSS: []}}
+    history = read_history(folder / row["run"])
+    validations = {key: [line[key] for line in history.validations] for key in ("images", VAL_LOSS)}
+    return {**run, "curve": curve_of(history), "validations": validations}
 
 
 def curve_of(history: History) -> dict[str, list[float]]:

@@ -12,6 +12,7 @@ from test_checkpoints import newest, same_training
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import benchmark
 from families import load_family
@@ -71,6 +72,14 @@ def test_a_step_is_that_of_a_newton_schulz_iteration_in_float64_and_as_large_as_
         expected = 0.2 * math.sqrt(max(x.shape)) * x
         assert (step - expected).norm() < 1e-4 * expected.norm()
         assert 0.1 < step.square().mean().sqrt() < 0.25
+
+
+def test_the_flops_of_a_step_are_those_that_torch_counts():
+    weights = hidden_weights(load_family("sd2", "tiny", "stock").build_denoiser())
+    with FlopCounterMode(display=False) as counter:
+        for weight in weights:
+            muon.orthogonalize(weight.detach().flatten(1))
+    assert muon.step_flops(weights) == counter.get_total_flops() > 0
 
 
 def test_on_matrices_it_is_torchs_muon_and_on_the_rest_torchs_adamw_bit_for_bit(monkeypatch):

@@ -17,7 +17,7 @@ def made_run(lr: float, seed: int, precision: str, loss: float, status: str = "o
     run = {"run": f"{lr}-{seed}-{precision}", "status": status, "values": values}
     curve = {"images": IMAGES if status == "ok" else [], "loss": [loss] * (10 if status == "ok" else 0)}
     figures = {"val_loss": loss, "fid": 100.0 * loss, "clip": 1.0 - loss} if status == "ok" else {}
-    return {**run, **figures, "curve": curve}
+    return {**run, **figures, "curve": curve, "validations": {"images": [], "val_loss": []}}
 
 
 def made_record(*runs: dict[str, Any]) -> dict[str, Any]:
@@ -49,6 +49,15 @@ def test_a_row_has_the_means_over_the_seeds_and_how_far_each_is_from_the_first_p
     assert rows["0.1", "fp32"][4:] == ("45.0 (40.0 to 50.0)", "0.550 (0.500 to 0.600)", "-")
     assert rows["0.1", "bf16"][-1] == "+20.00 % (+10.00 to +30.00)"
     assert rows["0.2", "bf16"][-1] == "+0.00 % (+0.00 to +0.00)"
+
+
+def test_the_median_of_the_images_to_the_target_has_its_interval_and_a_missed_target_is_beyond_all(record):
+    """The median of five draws from five seeds is the first one's with a probability of 5.8 %: three of five, binomial."""
+    runs = [made_run(0.1, seed, "fp32", 0.5) | {"images_to_target": 100 * seed} for seed in range(1, 6)]
+    missed = [made_run(0.2, seed, "fp32", 0.5) for seed in range(1, 6)]
+    missed[0]["images_to_target"] = 100
+    rows = study.table_of(made_record(*runs, *missed)).rows
+    assert [row[-1] for row in rows] == ["300 (100 to 500)", "missed (100 to missed)"]
 
 
 def test_a_run_that_did_not_end_well_is_counted_and_is_in_no_mean(record):

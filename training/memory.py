@@ -72,6 +72,8 @@ class Cost:
     """Of further tensors whose moments stay float32 with optimizer.states=8bit."""
     hidden_parameters: int = 0
     """Of the tensors that optimizer.name=muon updates without a second moment."""
+    muon_flops: float = 0.0
+    """A step of optimizer.name=muon takes these on each device, whatever the batch."""
     largest_tensor: int = 0
     """Parameters of the largest tensor."""
     largest_block: int = 0
@@ -213,7 +215,7 @@ def measure_cost(
     frozen = sum(_num_parameters(module) for module in model.encoders.modules.values())
     frozen_gib = model.encoders.num_bytes / 2**30
     return Cost(
-        **dict[str, Any](_sizes(model.denoiser)),
+        **_sizes(model.denoiser),
         frozen_parameters=frozen + sum(p.numel() for p in base),
         flops_per_image=flops,
         activation_gib_per_image=(two - one) * factor,
@@ -225,16 +227,18 @@ def measure_cost(
     )
 
 
-def _sizes(denoiser: nn.Module) -> dict[str, int]:
-    """Return the numbers of parameters that a Cost has of a denoiser: of those that are trained."""
+def _sizes(denoiser: nn.Module) -> dict[str, Any]:
+    """Return what a Cost has of the sizes of a denoiser's trained parameters."""
     tensors = [parameter.numel() for parameter in denoiser.parameters() if parameter.requires_grad]
+    hidden = [weight for weight in muon.hidden_weights(denoiser) if weight.requires_grad]
     blocks = [_num_parameters(block) for block in denoiser_parts(denoiser, "blocks")]
     large = [num for num in tensors if num >= low_memory_adamw.SMALL]
     return {
         "trained_parameters": sum(tensors),
         "small_parameters": sum(tensors) - sum(large),
         "uneven_parameters": sum(num for num in large if num % low_memory_adamw.BLOCK),
-        "hidden_parameters": sum(weight.numel() for weight in muon.hidden_weights(denoiser) if weight.requires_grad),
+        "hidden_parameters": sum(weight.numel() for weight in hidden),
+        "muon_flops": muon.step_flops(hidden),
         "largest_tensor": max(tensors),
         "largest_block": max(blocks, default=0),
         "num_blocks": len(blocks),

@@ -87,6 +87,12 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return x.T if is_tall else x
 
 
+def step_flops(weights: Iterable[Tensor]) -> float:
+    """Count the FLOPs of orthogonalizing these weights' updates: three products of A x B, A the shorter side, five times."""
+    sides = [sorted((weight.shape[0], weight[0].numel())) for weight in weights]
+    return float(sum(STEPS * (4 * a * a * b + 2 * a**3) for a, b in sides))
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for the groups with `muon: True`, torch's fused AdamW for the others.
 
