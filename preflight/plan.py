@@ -258,9 +258,10 @@ def on_small_cards(config: RunConfig) -> str:
         if chosen is not None and ENCODERS_ON_CPU not in chosen:
             recomputed = 1.0 if RECOMPUTE in chosen else config.gradient_checkpointing
             flops = measure_step_cost(config).flops_per_image * (1 + recomputed / 3)
-            text += f" ({three_digits(3600e12 * SMALL_CARD_TFLOPS / flops)} images an hour)"
+            text += f" ({float(f'{3600e12 * SMALL_CARD_TFLOPS / flops:.3g}'):,.0f} images an hour)"
         texts.append(f"of {card_gib} GiB {text}")
-    return f"one card, one image a pass: {', '.join(texts)}; speed at {SMALL_CARD_TFLOPS} TFLOP/s"
+    speed = f"; speed at {SMALL_CARD_TFLOPS} TFLOP/s" if any("an hour" in text for text in texts) else ""
+    return f"one card, one image a pass: {', '.join(texts)}{speed}"
 
 
 def _gib_on_one_card(config: RunConfig, keys: Collection[str]) -> float:
