@@ -10,6 +10,10 @@ validation and every other call outside training see all tokens.
 the beginning and four at the end. One difference: they choose for each sample. Here one choice holds for a device batch,
 because FLUX in diffusers has one table of positions for all samples.
 
+From `until_images` on no token is routed, because a network is used with all of them: SPRINT (Park et al. 2025,
+arXiv:2510.21986) ends its training so. The rest of SPRINT is not here. It adds a layer and a mask token that diffusers'
+networks do not have, so no pipeline could load what it trains.
+
 The choice is drawn on the device from (seed, batch, rank): the same after a resume, in every microbatch and in recomputation.
 FLOPs and MFU of a run are those of the whole network.
 """
@@ -33,12 +37,14 @@ from weights.tensors import build_on_meta
 class Tread(Algorithm):
     """Routes `rate` of the image tokens past the denoiser's blocks [start, end), which count as in a Python slice."""
 
-    def __init__(self, rate: float = 0.5, start: int = 2, end: int = -4):
+    def __init__(self, rate: float = 0.5, start: int = 2, end: int = -4, until_images: int | None = None):
         if type(rate) is not float or not 0.0 < rate < 1.0:
             raise ValueError(f"rate is {rate!r}. Possible: a number above 0 and below 1")
         if type(start) is not int or type(end) is not int:
             raise ValueError(f"start is {start!r}, end is {end!r}. Possible: integers")
-        self.rate, self.start, self.end = rate, start, end
+        if until_images is not None and (type(until_images) is not int or until_images < 1):
+            raise ValueError(f"until_images is {until_images!r}. Possible: null, or an integer from 1")
+        self.rate, self.start, self.end, self.until_images = rate, start, end, until_images
         self.route: Route | None = None
 
     def problem(self, family: Family, keys: Mapping[str, Any]) -> str | None:
@@ -66,6 +72,8 @@ class Tread(Algorithm):
             self.route.install(transformer_blocks(model.denoiser), self.start, self.end)
         else:
             assert self.route is not None
+            if self.until_images is not None and state.timestamp.sample.value >= self.until_images:
+                self.route.rate = 0.0
             batch, rank = state.timestamp.batch.value, dist.get_global_rank()
             self.route.begin_step(step_seed(state.rank_zero_seed, batch, rank, "tread"), model.device)
 

@@ -149,8 +149,8 @@ def test_compiled_blocks_get_the_chosen_tokens(monkeypatch):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_a_step_chooses_once_by_seed_batch_and_rank():
-    algorithm, choices = Tread(), []
+def test_a_step_chooses_once_by_seed_batch_and_rank_until_all_tokens_are_trained_on():
+    algorithm, choices = Tread(until_images=64), []
     model = model_of("shapes", "flow", "full")
     for batch in (3, 3, 4):
         state = SimpleNamespace(model=model, rank_zero_seed=17, timestamp=Timestamp(batch=batch))
@@ -161,6 +161,9 @@ def test_a_step_chooses_once_by_seed_batch_and_rank():
         assert algorithm.route.choose(1024) is choices[-1]
     assert torch.equal(choices[0], choices[1]) and not torch.equal(choices[0], choices[2])
     assert len(choices[0].unique()) == 512 and 400 < choices[0].float().mean() < 624
+    state.timestamp = Timestamp(batch=8, sample=64)
+    algorithm.apply(Event.BATCH_START, state, None)
+    assert len(algorithm.route.choose(1024)) == 1024
 
 
 # --- runs ---
