@@ -7,7 +7,7 @@
 
 A file is written under another name, synced, and renamed to one that holds the digest of its bytes: a file whose digest is
 not in its name is damaged, whatever ended its writer. No link points at "the latest". Reading is torch's `weights_only`:
-tensors and plain containers, nothing else. The checksums of its zip records are not computed, so only torch can unzip it.
+tensors and plain containers, nothing else. A single file has no checksums of its zip records, so only torch can unzip it.
 """
 
 from __future__ import annotations

@@ -120,6 +120,8 @@ class Family:
     side_multiple: int | None = None
     """Sides of images are multiples of this, px; None: of pixels_per_latent."""
     latent_channels = 4
+    num_given_frames = 0
+    """Latent frames at the beginning of a video that are given, and so no part of the loss."""
     has_posterior = True
     """The autoencoder gives mean and logvar of a normal distribution. False: the latent alone, C channels (Sana's DC-AE)."""
     latent_scale: float

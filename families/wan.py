@@ -12,8 +12,8 @@ and diffusers' pipelines.
 
 Image to video, `i2v`: the network's 36 input channels are the noisy latent's 16; 4 of the mask, 1 where a frame is given; and
 the 16 of a video that has the first frame and then grey.
-`i2v_5b`: the first latent frame is the given one, without noise, and its tokens have time 0. Its velocity is known, so it has
-no gradient, and sampling ends at the given frame.
+`i2v_5b`: the first latent frame is the given one, without noise, and its tokens have time 0. It is no part of the loss. In
+sampling its velocity is known, and ends at the given frame.
 
 Sampling is Euler's method, with the times that WanPipeline takes with diffusers' FlowMatchEulerDiscreteScheduler. Published
 folders have UniPC instead, which is of order 2 and rounds its times down to thousandths.
@@ -147,6 +147,7 @@ class Wan(VideoFamily):
         # expand_timesteps: a time for each token, all equal without a first frame
         self.pipeline = Pipeline(name, {"expand_timesteps": variant in OF_5B}, absent)
         if variant == "i2v_5b":
+            self.num_given_frames = 1
             self.token_arguments = {"rotary_emb": 1, "temb": 1}
         self.text_width = sizes["umt5"]["d_model"]
         self.umt5_tokenizer = T5Tokenizer(self.num_tokens)
@@ -173,6 +174,11 @@ class Wan(VideoFamily):
     def sampling_shift(self, latent: tuple[int, ...], steps: int) -> float:
         """Return 5; for image to video of 480 lines, 832 x 480 px or less, 3: _validate_args in generate.py of Wan 2.1."""
         return 3.0 if self.has_clip and latent[-2] * latent[-1] <= MAX_LATENTS_480P else 5.0
+
+    def frames_problem(self, num_frames: int) -> str | None:
+        if num_frames == 1 and self.num_given_frames:
+            return f"1 frame does not fit {self.variant}: it is given, and none is left to learn. Nearest: 5."
+        return super().frames_problem(num_frames)
 
     def build_denoiser(self) -> nn.Module:
         from diffusers.models import WanTransformer3DModel
@@ -265,6 +271,7 @@ class Wan(VideoFamily):
             encoder_hidden_states=condition["text"],
             return_dict=False,
         )[0]
+        # Infinite at time 0, which only a loss has.
         to_first = (noisy[:, :, :1] - first) / times.reshape(-1, 1, 1, 1, 1)
         return torch.cat([to_first.to(velocity.dtype), velocity[:, :, 1:]], dim=2)
 

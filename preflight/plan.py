@@ -238,14 +238,13 @@ def smallest_num_cards(cost: Cost, values: Mapping[str, Any]) -> list[str]:
 
 
 RECOMPUTE, ENCODERS_ON_CPU, STATES_8BIT = "gradient_checkpointing=1", "model.frozen_device=cpu", "optimizer.states=8bit"
-SMALL_CARD_TFLOPS = 50  # 30 % of an RTX 4090's published 165 in bf16; FLUX.1 reached 28 % of an H200's peak
+SMALL_CARD_TFLOPS = 50  # in 16 bits: 30 % of an RTX 4090's published 165; FLUX.1 reached 28 % of an H200's peak
 
 
 def on_small_cards(config: RunConfig) -> str:
     """Return the line that says which keys a resolved run needs for one image a pass on one small card, and how fast it is.
 
-    The fewest keys are taken. Recomputation is one forward pass more: a third of the compute. With encoders on the CPU
-    there is no estimate of the speed.
+    The fewest keys are taken. The speed is of compute alone: there is none with encoders on the CPU, or in 32 bits.
     """
     possible = {
         RECOMPUTE: config.gradient_checkpointing < 1.0,
@@ -259,9 +258,11 @@ def on_small_cards(config: RunConfig) -> str:
         usable_gib = USABLE_FRACTION * card_gib
         chosen = next((chosen for chosen in choices if _gib_on_one_card(config, chosen) <= usable_gib), None)
         text = "does not fit" if chosen is None else f"with {' '.join(chosen)}" if chosen else "as it is"
-        if chosen is not None and ENCODERS_ON_CPU not in chosen:
-            recomputed = 1.0 if RECOMPUTE in chosen else config.gradient_checkpointing
-            flops = measure_step_cost(config).flops_per_image * (1 + recomputed / 3)
+        if chosen is not None and ENCODERS_ON_CPU not in chosen and config.precision in AUTOCAST_DTYPES:
+            cost, recomputed = measure_step_cost(config), 1.0 if RECOMPUTE in chosen else config.gradient_checkpointing
+            flops = cost.flops_per_image + recomputed * cost.forward_flops
+            if cost.optimizer == "muon":
+                flops += cost.muon_flops / config.global_batch_size
             text += f" ({float(f'{3600e12 * SMALL_CARD_TFLOPS / flops:.3g}'):,.0f} images an hour)"
         texts.append(f"of {card_gib} GiB {text}")
     speed = f"; speed at {SMALL_CARD_TFLOPS} TFLOP/s" if any("an hour" in text for text in texts) else ""

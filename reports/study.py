@@ -99,7 +99,7 @@ def table_of(record: Record) -> RecordTable:
     is_set_against = bool(_of_points(record)) and figures[0] in QUALITY[:1]
     head = (*short_names(keys).values(), "runs", *(name for _, name, _ in figures))
     head += ("loss over the first's, by seed",) if is_set_against else ()
-    has_target = any(run.get("images_to_target") is not None for run in ran)
+    has_target = any(run.get("target") is not None for run in ran)
     head += ("images to the target",) if has_target else ()
     rows: list[Row] = []
     for group_runs in groups_of(record["runs"], keys).values():
@@ -111,7 +111,7 @@ def table_of(record: Record) -> RecordTable:
         if is_set_against:
             cells.append(_over_first(record, group_runs))
         if has_target:
-            cells.append(_format_median([run.get("images_to_target") or math.inf for run in group_runs]))
+            cells.append(_format_median([run.get("images_to_target", math.inf) for run in group_runs]))
         rows.append(tuple(cells))
     lost = len(record["runs"]) - len(ran)
     title = f"Sweep {record['sweep']}: mean over the seeds (least to greatest)"
@@ -189,16 +189,25 @@ def differences_of(record: Record, runs: Sequence[Run], keys: Sequence[str]) -> 
 
 
 def _curves(runs: Sequence[Run]) -> list[tuple[np.ndarray, np.ndarray]]:
-    if is_validated(runs):
-        of_runs = [run["validations"] for run in runs]
-        return [(np.array(curve["images"], float), np.array(curve[VAL_LOSS], float)) for curve in of_runs]
     curves = [(np.array(run["curve"]["images"], float), np.array(run["curve"]["loss"], float)) for run in runs]
-    return [(images, smoothed(losses, SMOOTH_WINDOWS)) for images, losses in curves if len(images) > 1]
+    windows = [1 if run["curve"].get("is_validation") else SMOOTH_WINDOWS for run in runs]
+    return [
+        (images, smoothed(losses, num))
+        for (images, losses), num in zip(curves, windows, strict=True)
+        if len(images) > 1
+    ]
 
 
-def is_validated(runs: Sequence[Run]) -> bool:
-    """True if each run has validation losses for a curve."""
-    return all(len(run["validations"]["images"]) > 1 for run in runs)
+def _with_validations(record: Record) -> Record:
+    """Return a record whose curves are the validation losses, if each run that is ok has several; else the record itself."""
+    measured = {run["run"]: run.get("validations", {}) for run in record["runs"] if run["status"] == OK}
+    if any(len(validations.get("images", ())) < 2 for validations in measured.values()):
+        return record
+    curves = {
+        name: {"images": validations["images"], "loss": validations[VAL_LOSS], "is_validation": True}
+        for name, validations in measured.items()
+    }
+    return {**record, "runs": [{**run, "curve": curves.get(run["run"], run["curve"])} for run in record["runs"]]}
 
 
 def has_curves(record: Record) -> bool:
@@ -213,6 +222,9 @@ def draw(record: Record, path: Path) -> None:
     """
     if not has_curves(record):
         raise ValueError(f"no run has a loss curve, so there is nothing to draw. Leave {path} out.")
+    with_validations = _with_validations(record)
+    what = "training loss" if with_validations is record else "validation loss"
+    record = with_validations
     import matplotlib
 
     matplotlib.use("Agg")
@@ -231,7 +243,6 @@ def draw(record: Record, path: Path) -> None:
     size = (max(8, 5.5 * num), 1 + 3.6 * num_rows)
     figure, axes = pyplot.subplots(num_rows, num, squeeze=False, figsize=size, layout="constrained")
     for column, name in enumerate(drawn):
-        what = "validation loss" if is_validated(drawn[name]) else "training loss"
         _draw(axes[0, column], losses[column], looks, f"{what}, mean and extremes of the seeds")
         axes[0, column].set_title(name if keys and others else "")
         if num_rows > 1:

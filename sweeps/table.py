@@ -38,6 +38,7 @@ FIGURES = (
     VAL_LOSS,
     "fid",
     "clip",
+    "target",
     "images_to_target",
     "seconds_to_target",
     "seconds",

@@ -31,7 +31,7 @@ from mds import dataset as stage
 from preflight.config_checks import expected_metadata, quick_problems
 from training.config import ALIASES, RunConfig, resolve
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "20"))
 MAX_PROBLEM = 3000  # characters
 
 # --- what is typed ---
@@ -152,11 +152,11 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "download_once", Mock(side_effect=ConnectionError("no network here")))
 
 
-@pytest.mark.timeout(150 if EXAMPLES <= 40 else 7200, func_only=True)
+@pytest.mark.timeout(150 if EXAMPLES <= 20 else 7200, func_only=True)
 @pytest.mark.usefixtures("no_network")
 @settings(
     max_examples=EXAMPLES,
-    derandomize=EXAMPLES <= 40,
+    derandomize=EXAMPLES <= 20,
     deadline=None,
     database=None,
     phases=[Phase.generate],

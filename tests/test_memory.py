@@ -136,7 +136,8 @@ def test_the_fewest_keys_that_make_a_run_fit_a_small_card_are_named(monkeypatch)
     def one_card(activations: float, recomputed: float, frozen: float, parameters_gib: float = 0.0) -> str:
         def cost(config: RunConfig) -> Cost:
             kept = recomputed if config.gradient_checkpointing else activations
-            return Cost(int(parameters_gib * GIB / 16), 0, 18e12, kept, activation_gib_once=0.0, frozen_gib=frozen)
+            sizes = int(parameters_gib * GIB / 16), 0, 18e12
+            return Cost(*sizes, kept, forward_flops=6e12, activation_gib_once=0.0, frozen_gib=frozen)
 
         monkeypatch.setattr(plan, "measure_step_cost", cost)
         line = plan.on_small_cards(RunConfig(precision="bf16", compile="whole"))

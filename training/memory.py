@@ -52,6 +52,7 @@ class Cost:
     """The cost of one training step.
 
     flops_per_image: of the device: forward and backward of the denoiser, forward of the encoders that the stage needs.
+    forward_flops: of the denoiser's forward pass alone, per image: what recomputation adds.
     activation_gib_per_image: saved for the backward pass, per image of a microbatch.
     activation_gib_once: saved for the backward pass, independent of the microbatch size (weights cast by autocast).
     frozen_gib: of the frozen encoders on the device; frozen_host_gib: of those that stay in the machine's memory.
@@ -66,6 +67,7 @@ class Cost:
     frozen_gib: float
     frozen_host_gib: float = 0.0
     base_gib: float = 0.0
+    forward_flops: float = 0.0
     small_parameters: int = 0
     """Of tensors whose moments stay float32, whatever optimizer.states says."""
     uneven_parameters: int = 0
@@ -206,7 +208,7 @@ def measure_cost(
         model.set_compute_device(torch.device("cpu"), precision)
         model.empty_condition()  # encoded once in a run, so it is no part of a step
         is_apart = config.frozen_device == "cpu" and torch.cuda.is_available()
-        flops = _flops(model, columns, with_encoders=not is_apart)
+        flops, forward_flops = _flops(model, columns, with_encoders=not is_apart)
         checkpoint_blocks(model.denoiser, gradient_checkpointing)
         one, two = (_saved_gib(model, columns, num_images) for num_images in (1, 2))
     is_cuda_autocast = torch.cuda.is_available() and precision in AUTOCAST_DTYPES
@@ -218,6 +220,7 @@ def measure_cost(
         **_sizes(model.denoiser),
         frozen_parameters=frozen + sum(p.numel() for p in base),
         flops_per_image=flops,
+        forward_flops=forward_flops,
         activation_gib_per_image=(two - one) * factor,
         activation_gib_once=max(0.0, 2 * one - two),
         frozen_gib=0.0 if is_apart else frozen_gib,
@@ -300,16 +303,26 @@ def _keep(storages: dict[int, torch.UntypedStorage], tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _flops(model: LatentDiffusion, columns: dict[str, Column], *, with_encoders: bool) -> float:
-    """Count the FLOPs of one image's step. Attention is plain, so that the counter knows its matrix products everywhere."""
+def _flops(model: LatentDiffusion, columns: dict[str, Column], *, with_encoders: bool) -> tuple[float, float]:
+    """Count the FLOPs of one image's step, and of the denoiser's forward pass in it.
+
+    Attention is plain, so that the counter knows its matrix products everywhere.
+    """
     counter, of_encoders = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    ends: list[float] = []  # before and after the denoiser's forward pass
+    hooks = [
+        model.denoiser.register_forward_pre_hook(lambda *_: ends.append(counter.get_total_flops())),
+        model.denoiser.register_forward_hook(lambda *_: ends.append(counter.get_total_flops())),
+    ]
     with sdpa_kernel(SDPBackend.MATH):
         with counter:
             _step(model, columns, 1).backward()
         if not with_encoders:
             with of_encoders:
                 model.encode(_batch(model, columns, 1))
-    return float(counter.get_total_flops() - of_encoders.get_total_flops())
+    for hook in hooks:
+        hook.remove()
+    return float(counter.get_total_flops() - of_encoders.get_total_flops()), float(ends[1] - ends[0])
 
 
 def available_gib() -> tuple[float, str]:
