@@ -208,7 +208,7 @@ def measure_cost(
         model.set_compute_device(torch.device("cpu"), precision)
         model.empty_condition()  # encoded once in a run, so it is no part of a step
         is_apart = config.frozen_device == "cpu" and torch.cuda.is_available()
-        flops, forward_flops = _flops(model, columns, with_encoders=not is_apart)
+        flops = _flops(model, columns, with_encoders=not is_apart)
         checkpoint_blocks(model.denoiser, gradient_checkpointing)
         one, two = (_saved_gib(model, columns, num_images) for num_images in (1, 2))
     is_cuda_autocast = torch.cuda.is_available() and precision in AUTOCAST_DTYPES
@@ -219,8 +219,7 @@ def measure_cost(
     return Cost(
         **_sizes(model.denoiser),
         frozen_parameters=frozen + sum(p.numel() for p in base),
-        flops_per_image=flops,
-        forward_flops=forward_flops,
+        **flops,
         activation_gib_per_image=(two - one) * factor,
         activation_gib_once=max(0.0, 2 * one - two),
         frozen_gib=0.0 if is_apart else frozen_gib,
@@ -303,8 +302,8 @@ def _keep(storages: dict[int, torch.UntypedStorage], tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _flops(model: LatentDiffusion, columns: dict[str, Column], *, with_encoders: bool) -> tuple[float, float]:
-    """Count the FLOPs of one image's step, and of the denoiser's forward pass in it.
+def _flops(model: LatentDiffusion, columns: dict[str, Column], *, with_encoders: bool) -> dict[str, Any]:
+    """Count the FLOPs of one image's step, and of the denoiser's forward pass in it, under a Cost's names.
 
     Attention is plain, so that the counter knows its matrix products everywhere.
     """
@@ -322,7 +321,8 @@ def _flops(model: LatentDiffusion, columns: dict[str, Column], *, with_encoders:
                 model.encode(_batch(model, columns, 1))
     for hook in hooks:
         hook.remove()
-    return float(counter.get_total_flops() - of_encoders.get_total_flops()), float(ends[1] - ends[0])
+    in_all = float(counter.get_total_flops() - of_encoders.get_total_flops())
+    return {"flops_per_image": in_all, "forward_flops": float(ends[1] - ends[0])}
 
 
 def available_gib() -> tuple[float, str]:
