@@ -21,7 +21,7 @@ STAMP = $(VENV)/.easel-$(LOCK_SUM)
 SHAPES := cache/miniature
 TORCHAO := torchao==$(if $(filter newest,$(SET)),0.18.0,0.16.0)# for torch 2.15, for torch 2.10
 TABLES = tables-$(shell sha256sum requirements/tables.lock | cut -c1-12)
-LOGGERS = loggers-$(shell sha256sum requirements/loggers.lock | cut -c1-12)
+DASHBOARD = dashboard-$(shell sha256sum requirements/dashboard.lock | cut -c1-12)
 CLUSTER = cluster-$(shell sha256sum requirements/prepare.lock | cut -c1-12)
 BROWSER = browser-$(shell sha256sum requirements/browser.lock | cut -c1-12)
 CLOUDS = $(VENV)/clouds-$(shell sha256sum requirements/clouds.lock | cut -c1-12)
@@ -38,7 +38,7 @@ endif
 # Of two at once the second says that it waits, and then finds the work done.
 ALONE = flock -n $(1) true || echo "$(1): another make is at it; waiting" >&2; flock $(1)
 
-.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-long test-8bit test-tables test-cluster test-loggers test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu gpu-latency report clean test-health test-clouds test-image build_docker launch_docker build_and_launch_docker exec_docker stop_docker
+.PHONY: help env lock lint $(addprefix lint-,$(LINTS)) hooks audit test test-quick test-slow test-long test-8bit test-tables test-cluster test-dashboard test-browser test-store test-faults mutants test-gpu download_assets miniature miniature-files demo controls controls-files flux-files demo-flux controls-flux moving-files demo-video controls-video study-files study gpu gpu-latency report clean test-health test-clouds test-image build_docker launch_docker build_and_launch_docker exec_docker stop_docker
 
 help:  ## this text
 	@echo "VENV=$(VENV) PYTHON=$(PYTHON) make TARGET"; echo
@@ -60,7 +60,7 @@ lock: $(STAMP)  ## resolve requirements.txt and requirements/ anew into the lock
 	grep -vE '^(torch|torchvision|xformers)==' requirements.txt | $(UV_COMPILE) --override requirements/overrides.txt -c requirements/newest.txt - \
 	  requirements/newest.txt -o requirements/newest.lock
 	for beside in dev clouds; do $(UV_COMPILE) requirements/$$beside.txt -o requirements/$$beside.lock; done
-	for extra in tables loggers browser prepare; do \
+	for extra in tables dashboard browser prepare; do \
 	  $(UV_COMPILE) --no-annotate --override requirements/overrides.txt -c requirements.lock requirements/$$extra.txt | \
 	  awk -F '[= ]' 'NR == FNR {has[$$1]} NR > FNR && (/^#/ || !($$1 in has))' requirements.lock - > requirements/$$extra.lock; done
 
@@ -129,7 +129,7 @@ test-slow: $(STAMP)  ## what CI runs too: a case of each kind of whole run, seve
 	$(MAKE) --no-print-directory test-8bit
 	$(MAKE) --no-print-directory test-tables
 	$(MAKE) --no-print-directory test-cluster ONLY=short
-	$(MAKE) --no-print-directory test-loggers
+	$(MAKE) --no-print-directory test-dashboard
 	$(MAKE) --no-print-directory test-store ONLY="stopped or flipped"
 	$(MAKE) --no-print-directory test-browser ONLY=short
 	$(MAKE) --no-print-directory test-clouds
@@ -154,9 +154,9 @@ test-cluster: $(STAMP)  ## runs on a Slurm of two nodes; prepare.laion, and two 
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV))/$(CLUSTER) PATH="$(abspath $(VENV))/bin:$$PATH" \
 	  bash -c '$(PY) -m pytest -q tests/test_laion.py tests/test_laion_faults.py && $(PY) -m pytest -q tests/test_engines.py tests/test_locks.py tests/test_laion_end_to_end.py -k "$(ONLY)"'
 
-test-loggers: $(STAMP)  ## the dashboard of W&B, with wandb-workspaces, installed beside the environment
-	test -e $(VENV)/$(LOGGERS) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(LOGGERS) -r requirements/loggers.lock
-	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(LOGGERS) PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/test_wandb_dashboard.py
+test-dashboard: $(STAMP)  ## the dashboard of W&B, with wandb-workspaces, installed beside the environment
+	test -e $(VENV)/$(DASHBOARD) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(DASHBOARD) -r requirements/dashboard.lock
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(DASHBOARD) PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pytest -q tests/test_wandb_dashboard.py
 
 test-browser: $(STAMP)  ## the pages in Chromium (Debian: apt-get install chromium), with playwright, installed beside the environment
 	test -e $(VENV)/$(BROWSER) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(BROWSER) -r requirements/browser.lock

@@ -234,7 +234,7 @@ class LatentDiffusion(ComposerModel):
         return condition
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return prediction and target, (B, C, h, w), of a video without the given frames, and each sample's weight, (B,)."""
+        """Return prediction and target, (B, C, h, w), and each sample's weight, (B,). A video's given frames are left out."""
         assert "noise" in batch, "the batch has no random numbers: BatchRandomness is not among the callbacks"
         latents, condition = self.encode(batch)
         noise, times = batch["noise"], batch["times"]
@@ -242,8 +242,8 @@ class LatentDiffusion(ComposerModel):
         with self._autocast("cpu"):
             prediction = self._denoise(noisy, times, condition)
         target = self.objective.target(latents, noise, times)
-        if given := self.family.num_given_frames:
-            prediction, target = prediction[:, :, given:], target[:, :, given:]
+        if num_given := self.family.num_given_frames:
+            prediction, target = prediction[:, :, num_given:], target[:, :, num_given:]
         return {"prediction": prediction, "target": target, "weight": self.objective.weight(times)}
 
     def _denoise(self, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:

@@ -10,9 +10,9 @@ validation and every other call outside training see all tokens.
 the beginning and four at the end. One difference: they choose for each sample. Here one choice holds for a device batch,
 because FLUX in diffusers has one table of positions for all samples.
 
-From `until_images` on no token is routed, because a network is used with all of them: SPRINT (Park et al. 2025,
-arXiv:2510.21986) ends its training so. The rest of SPRINT is not here. It adds a layer and a mask token that diffusers'
-networks do not have, so no pipeline could load what it trains.
+After `until_images` no token is routed, since sampling uses all of them. SPRINT (Park et al. 2025, arXiv:2510.21986) ends
+its training the same way. The rest of SPRINT is not implemented: it adds a layer and a mask token that diffusers' networks
+lack, so no pipeline could load the result.
 
 The choice is drawn on the device from (seed, batch, rank): the same after a resume, in every microbatch and in recomputation.
 FLOPs and MFU of a run are those of the whole network.

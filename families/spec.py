@@ -121,7 +121,7 @@ class Family:
     """Sides of images are multiples of this, px; None: of pixels_per_latent."""
     latent_channels = 4
     num_given_frames = 0
-    """Latent frames at the beginning of a video that are given, and so no part of the loss."""
+    """Leading latent frames of a video that the network is given. They are left out of the loss."""
     has_posterior = True
     """The autoencoder gives mean and logvar of a normal distribution. False: the latent alone, C channels (Sana's DC-AE)."""
     latent_scale: float

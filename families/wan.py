@@ -12,8 +12,8 @@ and diffusers' pipelines.
 
 Image to video, `i2v`: the network's 36 input channels are the noisy latent's 16; 4 of the mask, 1 where a frame is given; and
 the 16 of a video that has the first frame and then grey.
-`i2v_5b`: the first latent frame is the given one, without noise, and its tokens have time 0. It is no part of the loss. In
-sampling its velocity is known, and ends at the given frame.
+`i2v_5b`: the first latent frame is the given one, without noise, and its tokens have time 0. It is left out of the loss. In
+sampling, its velocity points to the given frame.
 
 Sampling is Euler's method, with the times that WanPipeline takes with diffusers' FlowMatchEulerDiscreteScheduler. Published
 folders have UniPC instead, which is of order 2 and rounds its times down to thousandths.
@@ -177,7 +177,9 @@ class Wan(VideoFamily):
 
     def frames_problem(self, num_frames: int) -> str | None:
         if num_frames == 1 and self.num_given_frames:
-            return f"1 frame does not fit {self.variant}: it is given, and none is left to learn. Nearest: 5."
+            return (
+                f"1 frame does not fit {self.variant}: it is the given one, so there is nothing to train. Nearest: 5."
+            )
         return super().frames_problem(num_frames)
 
     def build_denoiser(self) -> nn.Module:
@@ -243,7 +245,7 @@ class Wan(VideoFamily):
         return columns | ({"image_states": encoders["clip"](images[:, :, 0])} if self.has_clip else {})
 
     def denoise(self, denoiser: nn.Module, noisy: Tensor, times: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
-        if self.variant == "i2v_5b":
+        if self.num_given_frames:
             return self._denoise_after_first_frame(denoiser, noisy, times, condition)
         states = None
         if self.has_first_frame:
@@ -271,7 +273,7 @@ class Wan(VideoFamily):
             encoder_hidden_states=condition["text"],
             return_dict=False,
         )[0]
-        # Infinite at time 0, which only a loss has.
+        # Infinite at time 0, where sampling never is, and a loss leaves this frame out.
         to_first = (noisy[:, :, :1] - first) / times.reshape(-1, 1, 1, 1, 1)
         return torch.cat([to_first.to(velocity.dtype), velocity[:, :, 1:]], dim=2)
 

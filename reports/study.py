@@ -6,7 +6,7 @@
 A page says by marks where the table goes (reports/formatting.py). Runs of one seed see the same images, noise and times, so
 where a sweep has `points`, each is also set against the first one with the same seed: chance that both share falls out.
 Curves are of the validation loss if the runs have it, else of the training loss. Of runs with a target, the table has the
-median number of images to it over the seeds, with a 95 % interval by bootstrap; a run that missed it counts as infinite.
+median number of images to it over the seeds, with a 95 % bootstrap interval; a run that missed it counts as infinite.
 Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has no marks.
 """
 
@@ -198,7 +198,7 @@ def _curves(runs: Sequence[Run]) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-def _with_validations(record: Record) -> Record:
+def with_validations(record: Record) -> Record:
     """Return a record whose curves are the validation losses, if each run that is ok has several; else the record itself."""
     measured = {run["run"]: run.get("validations", {}) for run in record["runs"] if run["status"] == OK}
     if any(len(validations.get("images", ())) < 2 for validations in measured.values()):
@@ -222,9 +222,9 @@ def draw(record: Record, path: Path) -> None:
     """
     if not has_curves(record):
         raise ValueError(f"no run has a loss curve, so there is nothing to draw. Leave {path} out.")
-    with_validations = _with_validations(record)
-    what = "training loss" if with_validations is record else "validation loss"
-    record = with_validations
+    drawn_record = with_validations(record)
+    what = "training loss" if drawn_record is record else "validation loss"
+    record = drawn_record
     import matplotlib
 
     matplotlib.use("Agg")

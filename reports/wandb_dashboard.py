@@ -5,7 +5,7 @@
 
     grouped     true: a line for each group of runs, as those of several seeds, with its range
 
-It needs wandb-workspaces (requirements/loggers.lock), and a login at W&B. Each call makes another view.
+It needs wandb-workspaces (requirements/dashboard.lock), and a login at W&B. Each call makes another view.
 Exit code: 0, or 2 where a word is not known, the package is missing or W&B does not take the view.
 """
 
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
         argv, DashboardKeys, lambda projects: [] if len(projects) == 1 and is_name(projects[0]) else [text]
     )
     if importlib.util.find_spec("wandb_workspaces") is None:
-        todo = "Run: pip install --no-deps -r requirements/loggers.lock"
+        todo = "Run: pip install --no-deps -r requirements/dashboard.lock"
         raise Refused(f"wandb-workspaces is not installed, which the dashboard is made with. {todo}.")
     view = workspace(*projects[0].split("/"), grouped=keys.grouped)
     try:

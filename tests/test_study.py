@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +72,25 @@ def test_a_run_that_did_not_end_well_is_counted_and_is_in_no_mean(record):
     del record["runs"][0]["val_loss"]
     rows = {row[:2]: row for row in study.table_of(record).rows}
     assert rows["0.1", "bf16"][-1] == "+30.00" and rows["0.1", "fp32"][3] == "0.4000"
+
+
+@pytest.mark.parametrize("of_points", [("precision",), ()])
+def test_the_command_draws_and_puts_the_table_between_a_page_s_marks(record, tmp_path, monkeypatch, of_points, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("record.json").write_text(json.dumps({**record, "of_points": of_points}))
+    Path("page.md").write_text("<!-- table of record.json -->\n<!-- end of table -->\n")
+    assert study.main(["record.json", "out.png", "page.md"]) == 0
+    assert "| 0.1 | bf16 | 2 |" in Path("page.md").read_text()
+    assert Path("out.png").stat().st_size > 5000
+    assert study.main(["record.json"]) == 0
+    assert "0.4500 (0.4000 to 0.5000)" in capsys.readouterr().out
+
+
+def test_curves_are_of_the_validation_loss_where_each_run_has_it(record):
+    """Three validations, drawn as they are; a single run without them has all drawn by the training loss."""
+    for number, run in enumerate(record["runs"]):
+        run["validations"] = {"images": [32, 96, 160], "val_loss": [3.0, 2.0, 1.0 + number]}
+    bands = study.losses_of(study.with_validations(record)["runs"], ["precision", "optimizer.lr"])
+    assert bands["precision=fp32, lr=0.1"].tolist() == [[32, 96, 160], [3, 2, 1.5], [3, 2, 1], [3, 2, 2]]
+    record["runs"][-1].pop("validations")
+    assert study.with_validations(record) is record
