@@ -273,7 +273,7 @@ class Wan(VideoFamily):
             encoder_hidden_states=condition["text"],
             return_dict=False,
         )[0]
-        # Infinite at time 0, where sampling never is, and a loss leaves this frame out.
+        # Infinite at time 0, which sampling never reaches. The loss leaves this frame out.
         to_first = (noisy[:, :, :1] - first) / times.reshape(-1, 1, 1, 1, 1)
         return torch.cat([to_first.to(velocity.dtype), velocity[:, :, 1:]], dim=2)
 

@@ -140,6 +140,7 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
         ema_on_device: the EMA weights are on the device too.
     """
     microbatch, host_gib = values["device_train_microbatch_size"], cost.frozen_host_gib
+    is_muon = cost.optimizer == "muon"
     encoders = "the encoders run on the CPU" if host_gib else "encoders forward"
     on_host = (
         [f"memory of the machine: {three_digits(host_gib)} GiB for the frozen encoders of each rank"]
@@ -151,11 +152,7 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
         f"parameters: {cost.trained_parameters:,} trained, {cost.frozen_parameters:,} frozen",
         f"compute: {three_digits(cost.flops_per_image / 1e12)} TFLOP an image and training step "
         f"(denoiser forward and backward, {encoders})",
-        *(
-            [f"Muon: {three_digits(cost.muon_flops / 1e12)} TFLOP a step and device"]
-            if cost.optimizer == "muon"
-            else []
-        ),
+        *([f"Muon: {three_digits(cost.muon_flops / 1e12)} TFLOP per step on each device"] if is_muon else []),
         _batch(values["global_batch_size"], num_ranks, microbatch),
         f"memory of one device at {pluralize(microbatch, 'image')} a pass in {values['precision']}, GiB:",
         *_memory(cost, microbatch, room, ema=ema_on_device),
