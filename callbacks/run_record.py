@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from callbacks.throughput import Throughput
 
 SCHEMA = 1
+SCORE_NAMES = (("fid", "FID"), ("clip", "CLIP score"), ("cmmd", "CMMD"), ("val_loss", "loss"))
 MAX_ERROR_LENGTH = 1000  # characters of an error's text that are kept
 
 
@@ -90,7 +91,7 @@ class RunRecord(Callback):
         speed_settings: other settings that affect speed (the keys of speed, the microbatch size); a resumed run may change
             them.
         per_device_hour: price of a device for an hour, which holds for all starts; None: there is no cost.
-        logs_windows: log a line per window, where no progress bar shows the run.
+        logs_windows: log a line per window and evaluation, where no progress bar shows the run.
 
     `evaluations`, `validations`: those of this run so far, in order, the same on all ranks.
     """
@@ -311,21 +312,25 @@ class RunRecord(Callback):
 
     def add_evaluation(self, line: Mapping[str, Any], logger: Logger) -> None:
         """Record an evaluation; all ranks call it with the same line."""
-        self.evaluations.append(self._added({"evaluation": True, **line}))
+        self.evaluations.append(self._added("evaluation", line))
         logger.log_metrics({IMAGES: line["images"], **named(EVALUATION, line)})
 
     def add_validation(self, line: Mapping[str, Any], logger: Logger) -> None:
         """Record a validation; all ranks call it with the same line."""
-        self.validations.append(self._added({"validation": True, **line}))
+        self.validations.append(self._added("validation", line))
         losses = named(VALIDATION, line) | bins_named(line["val_loss_bins"])
         logger.log_metrics({IMAGES: line["images"], **losses})
 
-    def _added(self, line: Mapping[str, Any]) -> dict[str, Any]:
+    def _added(self, kind: str, line: Mapping[str, Any]) -> dict[str, Any]:
         """Add a line that is no window's to the record, and return it whole."""
-        whole = {"schema": SCHEMA, "start": self.num_starts, "start_sec": self.throughput.start_sec, **line}
+        start = {"start": self.num_starts, "start_sec": self.throughput.start_sec}
+        whole = {"schema": SCHEMA, **start, kind: True, **line}
         self._num_lines += 1
         if self._is_writer:
             append_lines(self.folder / METRICS, [{key: finite(value) for key, value in whole.items()}])
+        if self.logs_windows:
+            scores = [f", {name} {line[key]:.4g}" for key, name in SCORE_NAMES if line.get(key) is not None]
+            log.info(f"{kind}: {line['images']:,} images{''.join(scores)}")
         return whole
 
     def _gather_bad_samples(self) -> None:
