@@ -126,13 +126,11 @@ test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
 
 test-slow: $(STAMP)  ## what CI runs too: a case of each kind of whole run, several processes, a fault of a store
 	$(call both_halves,slow and not long and not gpu and not cluster)
-	$(MAKE) --no-print-directory test-8bit
-	$(MAKE) --no-print-directory test-tables
-	$(MAKE) --no-print-directory test-cluster ONLY=short
-	$(MAKE) --no-print-directory test-dashboard
-	$(MAKE) --no-print-directory test-store ONLY="stopped or flipped"
-	$(MAKE) --no-print-directory test-browser ONLY=short
-	$(MAKE) --no-print-directory test-clouds
+	@said=$$(mktemp); failed=; export OMP_NUM_THREADS=1 apart=; ! unshare -m mount -t tmpfs tmpfs /dev/shm 2>$$said || apart='unshare -m'; \
+	  $$apart bash -c 'test -z "$$apart" || mount -t tmpfs tmpfs /dev/shm && $(MAKE) --no-print-directory test-8bit test-cluster ONLY=short' \
+	  >$$said 2>&1 & \
+	  $(MAKE) --no-print-directory test-tables test-dashboard test-store test-browser test-clouds ONLY="short or stopped or flipped" || failed=1; \
+	  wait $$! || failed=1; cat $$said; rm $$said; test -z "$$failed"
 
 test-long: $(STAMP)  ## the further cases of whole runs, which CI leaves out
 	$(call both_halves,long)

@@ -31,7 +31,7 @@ def free_port() -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240, func_only=True)
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_the_others_leave_within_seconds_and_name_the_rank_that_failed(failing):
     """Also where the one that failed is rank 0, with which the store goes; two machines, so that nobody ends the other."""
     shared = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}

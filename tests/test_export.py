@@ -80,7 +80,7 @@ def refused(capsys, *words: object, code: int = 2) -> str:
 # --- plain diffusers draws the run's images ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(360, func_only=True)
 def test_plain_diffusers_draws_the_runs_images_in_a_process_without_our_code(run, tmp_path):
     others = {name: words for name, words in CASES.items() if name != "shapes"}

@@ -154,7 +154,7 @@ def whole(words_of, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200, func_only=True)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_evaluation_that_is_ended_in_its_midst_goes_on_and_has_the_same_figures(
     number, words_of, whole, program, tmp_path, monkeypatch, capsys
 ):

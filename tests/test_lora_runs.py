@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200, func_only=True)]
 LORA = (f"lora.rank={RANK}", "lora.alpha=2")
 
 
-@pytest.mark.parametrize(("name", "variant"), [("sdxl", "stock"), ("flux", "dev")])
+@pytest.mark.parametrize(("name", "variant"), [pytest.param("sdxl", "stock", marks=pytest.mark.long), ("flux", "dev")])
 def test_a_run_saves_and_averages_its_adapter_alone_and_resumes_bit_for_bit(name, variant, tmp_path):
     words = [*RUN, *LORA, f"model.family={name}", f"model.variant={variant}", f"run_folder={tmp_path}"]
     words += ["data.synthetic=true", "data.stage=moments"]

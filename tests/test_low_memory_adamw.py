@@ -195,7 +195,7 @@ def words_of(folder: Path, name: str, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["sd2", pytest.param("flux", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["flux", pytest.param("sd2", marks=pytest.mark.long)])
 def test_each_family_trains_with_bfloat16_weights_and_resumes_bit_for_bit(tmp_path, capsys, family):
     keys = ["precision=bf16_params", "optimizer.states=bf16", f"model.family={family}"]
     assert benchmark.main(words_of(tmp_path, "whole", *keys)) == 0

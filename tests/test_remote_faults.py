@@ -84,6 +84,7 @@ def content_of(path: Path) -> dict:
     return fill_outline(path, content, ("model", "ema", "optimizer")) if path.is_dir() else content
 
 
+@pytest.mark.long
 def test_killed_and_its_folder_gone_the_same_command_goes_on_from_the_store_bit_for_bit(words_of, s3, tmp_path):
     train_lose_and_go_on(words_of, tmp_path, "1")
 

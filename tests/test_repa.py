@@ -94,7 +94,7 @@ def test_routing_and_alignment_go_together_in_either_order_up_to_the_route(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["images", "moments"])
+@pytest.mark.parametrize("stage", [pytest.param("images", marks=pytest.mark.long), "moments"])
 def test_a_run_resumes_bit_for_bit_in_microbatches(stage, dino, tmp_path):
     keys = [*TINY_RUN, *FLOW, f"data.stage={stage}", "device_train_microbatch_size=4", "save.every_images=16"]
     keys.append(f"run_folder={tmp_path}")

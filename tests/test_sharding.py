@@ -119,7 +119,10 @@ def test_every_familys_gradients_are_those_of_the_whole_network(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400, func_only=True)
-@pytest.mark.parametrize(("begun", "num", "how"), [("ddp", 2, "full"), ("full", 2, "off"), ("full", 1, "full")])
+@pytest.mark.parametrize(
+    ("begun", "num", "how"),
+    [("ddp", 2, "full"), pytest.param("full", 2, "off", marks=pytest.mark.long), ("full", 1, "full")],
+)
 def test_a_run_resumes_with_either_sharding(runs, words_of, tmp_path, begun, num, how):
     """In the middle of an epoch. As it was begun, bit for bit: see below. One rank has nobody to share with."""
     shutil.copytree(runs / begun, tmp_path / "a")

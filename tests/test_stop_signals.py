@@ -104,7 +104,7 @@ def test_a_signal_while_ranks_wait_for_data_saves_the_last_batch_and_stops_all(
 @pytest.mark.parametrize(
     ("number", "every_images", "code", "text"),
     [
-        (signal.SIGTERM, 0, 143, "rank 1 has stopped: SIGTERM: stopped\n"),
+        pytest.param(signal.SIGTERM, 0, 143, "rank 1 has stopped: SIGTERM: stopped\n", marks=pytest.mark.long),
         (signal.SIGKILL, 320000, 1, " Another rank has ended without a word: the kernel ends a process where "),
     ],
     ids=["SIGTERM where nothing is saved", "SIGKILL"],

@@ -407,7 +407,7 @@ sweep.start(sweep.main)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_leaves_no_process_behind_and_the_same_command_goes_on(tmp_path, folder, sent):
     def left() -> list[psutil.Process]:
         return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
