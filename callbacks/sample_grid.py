@@ -45,6 +45,7 @@ def grid_path(folder: Path, num_images: int) -> Path:
 def write_grid(
     folder: Path,
     num_images: int,
+    batch: int,
     samples: Sequence[tuple[str, Tensor]],
     logger: Logger,
     draw_grid: Callable[[Sequence[tuple[str, Tensor]]], np.ndarray],
@@ -55,6 +56,7 @@ def write_grid(
     Args:
         folder: of the run.
         num_images: images seen so far.
+        batch: batches trained so far.
         samples: captions and images, (3, H, W) uint8, or videos, (3, F, H, W).
         draw_grid: makes the loggers' image of them, uint8 (H, W, 3).
         fps: of videos, frames a second.
@@ -68,7 +70,9 @@ def write_grid(
         times = zip(*[video.unbind(dim=1) for _, video in samples], strict=True)
         grid_video = torch.stack([make_grid(frames) for frames in times], dim=1)
         write_atomic(path.with_suffix(".gif"), sample_videos.gif_of(grid_video, fps))
-        logger.log_images(path.with_suffix(".gif"), name=VIDEOS)  # see training/loggers.py
+        for destination in logger.destinations:
+            if hasattr(destination, "log_video"):  # one of training/loggers.py: Composer's have no videos
+                destination.log_video(path.with_suffix(".gif"), VIDEOS, batch)
         samples = [(caption, sample_videos.strip_of(video)) for caption, video in samples]
     samples = [(to_printable(caption), image) for caption, image in samples]
     grid = make_grid([image for _, image in samples])

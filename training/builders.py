@@ -425,7 +425,7 @@ def build_evaluation(
         record.add_evaluation(where | score, logger)
         scorer.remove_parts()
         if dist.get_global_rank() == 0 and draws_grids:
-            write_grid(record.folder, where["images"], scorer.samples, logger, tile_samples)
+            write_grid(record.folder, where["images"], where["batch"], scorer.samples, logger, tile_samples)
 
     return context.at_points(
         lambda: scorer.score(model, config.guidances()[0]),
@@ -599,7 +599,7 @@ def build_samples(config: RunConfig, model: LatentDiffusion, context: EvalContex
 
     def keep(where: dict[str, Any], samples: list[tuple[str, Tensor]], logger: Logger) -> None:
         if dist.get_global_rank() == 0:
-            write_grid(folder, where["images"], samples, logger, tile_samples, fps)
+            write_grid(folder, where["images"], where["batch"], samples, logger, tile_samples, fps)
 
     def is_done(batch: int) -> bool:
         return is_drawn and batch == begun_at  # later ones may be of batches that the last start has lost

@@ -224,8 +224,7 @@ WRITE_SEC = 10  # between two writes of TensorBoard's file
 class Destination(LoggerDestination):
     """A logger with the same names as the others. The first rank alone logs.
 
-    `log_images` takes an image, uint8 (H, W, 3), or the path of a GIF, which is a video. Composer's other arguments are not
-    used.
+    `log_images` takes an image, uint8 (H, W, 3). Composer's other arguments are not used.
     """
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -242,10 +241,9 @@ class Destination(LoggerDestination):
         *rest: Any,
         **more: Any,
     ) -> None:
-        """Log an image or a video."""
+        """Log an image."""
         if is_first_rank():
-            log_one = self.log_video if isinstance(images, Path) else self.log_image
-            log_one(images, name, step)
+            self.log_image(images, name, step)
 
     def log_image(self, image: Any, name: str, step: int | None) -> None:
         """Log an image. The first rank alone calls it."""
