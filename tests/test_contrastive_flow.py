@@ -1,7 +1,8 @@
-"""algorithms/contrastive_flow.py: the paper's loss and its gradient; what is refused."""
+"""algorithms/contrastive_flow.py: the paper's loss and its gradient. algorithms/noise_first.py: a run and its resume."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from composer import Event
 from conftest import TINY_RUN
+from test_checkpoints import newest, same_training
 
 import benchmark
 from algorithms.contrastive_flow import ContrastiveFlow
 from families.objectives import ObjectiveConfig, RectifiedFlow, mean_squared_errors
 
 WORD = "algorithms=['algorithms.contrastive_flow:ContrastiveFlow(weight=0.3)']"
+NOISE_FIRST = "algorithms=['algorithms.noise_first:NoiseFirst(until_images=16)']"
 pytestmark = pytest.mark.timeout(120, func_only=True)
 
 
@@ -50,6 +53,7 @@ def run(folder: Path, name: str, *more: str) -> int:
     ("words", "message"),
     [
         (["model.variant=stock", WORD], "algorithms[0]: contrastive flow needs a rectified flow"),
+        (["model.variant=stock", NOISE_FIRST], "algorithms[0]: noise_first: it shifts a flow's times"),
         ([WORD, "device_train_microbatch_size=1"], "algorithms[0]: contrastive flow needs a second sample"),
         ([WORD.replace("0.3", "1.0")], "weight is 1.0. Possible: more than 0 and less than 1"),
     ],
@@ -57,3 +61,16 @@ def run(folder: Path, name: str, *more: str) -> int:
 def test_what_it_cannot_be_used_with_is_refused(tmp_path, capsys, words, message):
     assert run(tmp_path, "a", *words) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "a").exists()
+
+
+@pytest.mark.slow
+def test_noise_first_draws_the_times_of_its_shift_at_first_and_resumes_after_them_bit_for_bit(tmp_path):
+    keys, losses = ["save.every_images=16", "measure.window_batches=1"], []
+    for name, word in (("whole", NOISE_FIRST), ("shifted", "objective.shift=3.0")):
+        assert run(tmp_path, name, *keys, word) == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert losses[0][:2] == losses[1][:2] and losses[0][2] != losses[1][2]
+    for more in (["max_duration=2ba"], []):
+        assert run(tmp_path, "resumed", *keys, NOISE_FIRST, *more) == 0
+    assert same_training(newest(tmp_path, "resumed"), newest(tmp_path, "whole"))

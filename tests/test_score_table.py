@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import ROOT
-from PIL import Image
 
 from eval import ScoreTable
-from evaluation.plots import lines_of, plot_guidance, plot_over_images
+from evaluation.plots import lines_of
 from evaluation.table import NEEDED, add_row, read_rows, write_rows
 
 ROW = {"model": "7", "snapshot": "weights-im000000000024-00.pt", "images": 24, "seconds": 0.1 + 0.2, "weights": "ema"}
@@ -68,16 +67,6 @@ def test_concurrent_writers_of_a_table_keep_each_row_once(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: add_row(one.path, {**ROW, "guidance": float(n)}, ["guidance"]), range(2, 12)))
     assert sorted(row["guidance"] for row in read_rows(one.path)) == [float(n) for n in range(1, 12)]
-
-
-def test_the_curves_are_drawn_for_several_models_and_without_one_of_the_figures(tmp_path):
-    scores = [{"images": 24 * n, "guidance": float(n), "fid": 90.0 / n, "clip": 0.05 * n} for n in (1, 2, 3)]
-    rows = [{**ROW, "model": model, **score} for model in ("a", "b") for score in scores]
-    plot_guidance(rows, tmp_path / "guidance.png")
-    plot_over_images(rows, tmp_path / "eval.png", {"fid": 45.0, "clip": None})
-    plot_over_images([{**row, "clip": None} for row in rows], tmp_path / "fid.png")
-    widths = [Image.open(tmp_path / name).size[0] for name in ("guidance.png", "eval.png", "fid.png")]
-    assert widths[1] == 2 * widths[0] == 2 * widths[2]
 
 
 def test_a_line_is_one_model_with_one_setting():
