@@ -134,14 +134,15 @@ def run(*command: str, timeout: int = 500, **variables: str) -> subprocess.Compl
 
 
 IN_PART_1 = """
-    adamw_kernel adopt bench_data bench_scale benchmark buckets cache_space canonical_nodes checkpoints damaged_run_folder
-    data encoders end_to_end eval_images evaluation export families faults flux_encodings hub interrupted_evaluation
-    latents lora_runs masking metric_names miniature mixture mlperf_log moments order page parts profile
-    reader reader_waits refused_starts resume sample_randomness sharding shards shared_cache sources
+    adamw_kernel adopt bench_data bench_predecessor bench_scale benchmark buckets cache_space canonical_nodes checkpoints
+    damaged_run_folder data encoders end_to_end eval_images evaluation export families faults flux_encodings hub
+    interrupted_evaluation latents lora_runs masking metric_names miniature mixture mlperf_log moments order page parts
+    profile reader reader_waits refused_starts resume sample_randomness sampling sharding shards shared_cache sources
     stop_signals tables third_party_weights validation video_dataset video_latents yamls
 """
 PART_1 = set(IN_PART_1.split())
-"""Tests that read datasets are in one half: those that compare with plain streaming share its shared memory."""
+"""Tests that read datasets are in one half: those that compare with plain streaming share its shared memory. Some others
+are there for balance."""
 
 SLOW_IN_PART_2 = {"evaluation", "hub", "interrupted_evaluation", "validation", "yamls"}
 """Those of them whose slow tests are in the other half where that has shared memory of its own: so both take equally long."""
