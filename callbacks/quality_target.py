@@ -12,9 +12,7 @@ from composer import Callback, Logger, State
 
 from common.log import log
 from run_folder.history import TARGET_METRICS, TARGET_RESULTS
-from run_folder.metric_names import alert
-
-METRIC_NAMES = {"fid": "FID", "clip": "CLIP", "val_loss": "a validation loss of"}
+from run_folder.metric_names import alert, format_scores
 
 
 class QualityTarget(Callback):
@@ -70,5 +68,5 @@ def target_outcome(
 
 def format_metrics(line: Mapping[str, Any]) -> str:
     """Describe an evaluation that met its target."""
-    figures = " and ".join(f"{name} {line[key]:.6g}" for key, name in METRIC_NAMES.items() if line.get(key) is not None)
-    return f"reached with {figures} after {line['images']:,} images and {line['seconds']:.1f} s of training"
+    scores = " and ".join(format_scores(line))
+    return f"reached with {scores} after {line['images']:,} images and {line['seconds']:.1f} s of training"

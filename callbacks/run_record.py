@@ -47,7 +47,16 @@ from run_folder.files import (
     to_json_lines,
 )
 from run_folder.history import COST_KEYS, RESULT_KEYS, cost_so_far, finite, read_history, rounded
-from run_folder.metric_names import EVALUATION, IMAGES, VALIDATION, WINDOW, bins_named, named, streams_named
+from run_folder.metric_names import (
+    EVALUATION,
+    IMAGES,
+    VALIDATION,
+    WINDOW,
+    bins_named,
+    format_scores,
+    named,
+    streams_named,
+)
 
 if TYPE_CHECKING:
     from callbacks.gradient_norm import GradientNorm
@@ -55,7 +64,6 @@ if TYPE_CHECKING:
     from callbacks.throughput import Throughput
 
 SCHEMA = 1
-SCORE_NAMES = (("fid", "FID"), ("clip", "CLIP score"), ("cmmd", "CMMD"), ("val_loss", "loss"))
 MAX_ERROR_LENGTH = 1000  # characters of an error's text that are kept
 
 
@@ -323,14 +331,13 @@ class RunRecord(Callback):
 
     def _added(self, kind: str, line: Mapping[str, Any]) -> dict[str, Any]:
         """Add a line that is no window's to the record, and return it whole."""
-        start = {"start": self.num_starts, "start_sec": self.throughput.start_sec}
-        whole = {"schema": SCHEMA, **start, kind: True, **line}
+        whole = {"schema": SCHEMA, "start": self.num_starts, "start_sec": self.throughput.start_sec, kind: True, **line}
         self._num_lines += 1
         if self._is_writer:
             append_lines(self.folder / METRICS, [{key: finite(value) for key, value in whole.items()}])
         if self.logs_windows:
-            scores = [f", {name} {line[key]:.4g}" for key, name in SCORE_NAMES if line.get(key) is not None]
-            log.info(f"{kind}: {line['images']:,} images{''.join(scores)}")
+            text = ", ".join([f"{line['images']:,} images", *format_scores(line)])
+            log.info(f"{kind}: {text}")
         return whole
 
     def _gather_bad_samples(self) -> None:

@@ -58,6 +58,7 @@ EVALUATION = (
     Metric("eval/eval_sec", "eval_sec"),
 )
 VALIDATION = (Metric("val/loss", "val_loss"), Metric("val/loss_tNNN", "val_loss_bins"))
+SCORE_NAMES = {"fid": "FID", "clip": "CLIP score", "cmmd": "CMMD", "val_loss": "validation loss"}
 SAMPLES, VIDEOS = "samples/grid", "samples/videos"
 REST = (Metric(SAMPLES, "samples/"), Metric(VIDEOS, "samples/"), Metric("result/KEY", "summary.json"))
 METRICS = (*BATCH, *WINDOW, *STREAMS, *EVALUATION, *VALIDATION, *REST)
@@ -90,6 +91,11 @@ def as_sent(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def named(metrics: Sequence[Metric], line: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of a line of metrics.jsonl under their names; those that are null are left out."""
     return {row.metric: line[row.key] for row in metrics if isinstance(line.get(row.key), int | float)}
+
+
+def format_scores(line: Mapping[str, Any]) -> list[str]:
+    """Return each score of an evaluation or a validation with its name, e.g. FID 38.1059."""
+    return [f"{name} {line[key]:.6g}" for key, name in SCORE_NAMES.items() if line.get(key) is not None]
 
 
 def streams_named(line: Mapping[str, Any]) -> dict[str, float]:
