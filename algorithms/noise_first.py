@@ -11,6 +11,7 @@ The training loss of logs and records is that of the times drawn, so it changes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,13 +25,13 @@ class NoiseFirst(Algorithm):
     """Replace a rectified flow's shift by `shift` until `until_images` images have been seen.
 
     Raises:
-        ValueError: a value that is not possible.
+        ValueError: an argument is outside.
     """
 
     def __init__(self, until_images: int, shift: float = 3.0):
         if type(until_images) is not int or until_images < 1:
             raise ValueError(f"until_images is {until_images!r}. Possible: an integer from 1")
-        if type(shift) is not float or not shift > 0.0:
+        if type(shift) not in (int, float) or not 0.0 < shift < math.inf:
             raise ValueError(f"shift is {shift!r}. Possible: a number above 0; above 1 is towards noise")
         self.until_images, self.shift = until_images, shift
         self._own_shift: float | None = None
@@ -39,7 +40,7 @@ class NoiseFirst(Algorithm):
         """Say why a run cannot use it, or None. `keys`: of a resolved run."""
         if (prediction := keys["objective.prediction"]) == RectifiedFlow.prediction:
             return None
-        text = f"noise_first: it shifts a flow's times, but the prediction is {prediction}"
+        text = f"noise_first needs a rectified flow, but the prediction is {prediction}"
         return f"{text}. Say objective.prediction=flow, or leave it out."
 
     def match(self, event: Event, state: State) -> bool:

@@ -53,7 +53,7 @@ def run(folder: Path, name: str, *more: str) -> int:
     ("words", "message"),
     [
         (["model.variant=stock", WORD], "algorithms[0]: contrastive flow needs a rectified flow"),
-        (["model.variant=stock", NOISE_FIRST], "algorithms[0]: noise_first: it shifts a flow's times"),
+        (["model.variant=stock", NOISE_FIRST], "algorithms[0]: noise_first needs a rectified flow"),
         ([WORD, "device_train_microbatch_size=1"], "algorithms[0]: contrastive flow needs a second sample"),
         ([WORD.replace("0.3", "1.0")], "weight is 1.0. Possible: more than 0 and less than 1"),
     ],
