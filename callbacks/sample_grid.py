@@ -71,7 +71,7 @@ def write_grid(
         grid_video = torch.stack([make_grid(frames) for frames in times], dim=1)
         write_atomic(path.with_suffix(".gif"), sample_videos.gif_of(grid_video, fps))
         for destination in logger.destinations:
-            if hasattr(destination, "log_video"):  # one of training/loggers.py: Composer's have no videos
+            if hasattr(destination, "log_video"):  # W&B's and TensorBoard's in training/loggers.py
                 destination.log_video(path.with_suffix(".gif"), VIDEOS, batch)
         samples = [(caption, sample_videos.strip_of(video)) for caption, video in samples]
     samples = [(to_printable(caption), image) for caption, image in samples]

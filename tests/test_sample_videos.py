@@ -31,17 +31,13 @@ def test_a_strip_has_the_first_and_the_last_frame_and_at_most_eight():
 def test_a_grid_of_videos_has_a_strip_and_a_file_of_each(tmp_path):
     """Only a logger that has videos gets them: Composer's own, and a user's, would fail on a path."""
     logged = []
-    destinations = [
-        LoggerDestination(),
-        SimpleNamespace(log_video=lambda path, name, step: logged.append((name, path, step))),
-    ]
-    logger = SimpleNamespace(
-        log_images=lambda picture, **more: logged.append((more["name"], picture)), destinations=destinations
-    )
+    destinations = [LoggerDestination(), SimpleNamespace(log_video=lambda *video: logged.append(video))]
+    logger = SimpleNamespace(destinations=destinations)
+    logger.log_images = lambda image, **more: logged.append((more["name"], image))
     samples = [("a bar", video(9)), ("another bar", video(9))]
     write_grid(tmp_path, 16, 2, samples, logger, lambda shown: [image.shape for _, image in shown], 8.0)
     gif = tmp_path / "samples/im000000000016.gif"
-    assert logged == [("samples/videos", gif, 2), ("samples/grid", [(3, 32, 8 * 48 + 7)] * 2)]
+    assert logged == [(gif, "samples/videos", 2), ("samples/grid", [(3, 32, 8 * 48 + 7)] * 2)]
     names = {path.relative_to(tmp_path / "samples").as_posix() for path in tmp_path.rglob("*.*")}
     of_grid = {"captions.txt", "im000000000016.png", "im000000000016.gif"}
     assert names == {*of_grid, "im000000000016/00.mp4", "im000000000016/01.mp4"}

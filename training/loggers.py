@@ -248,9 +248,6 @@ class Destination(LoggerDestination):
     def log_image(self, image: Any, name: str, step: int | None) -> None:
         """Log an image. The first rank alone calls it."""
 
-    def log_video(self, path: Path, name: str, step: int | None) -> None:
-        """Log a GIF. The first rank alone calls it."""
-
     def log_result(self, result: Mapping[str, Any]) -> None:
         """Keep the result line with the run, once it is known."""
 
