@@ -104,17 +104,18 @@ hooks: $(CHECKS)/whole  ## lint and the quickest tests before each commit, the f
 audit: $(CHECKS)/whole  ## known faults of the locked packages; asks PyPI
 	$(CHECKS)/bin/pip-audit --disable-pip --no-deps $(foreach lock,requirements/dev.lock $(LOCK),-r $(lock))
 
-# Two halves of the tests beside each other, one for each of two cores; what the second says is shown when the first has ended.
-# Where it may, the second has shared memory and a temporary folder of its own: --apart, see tests/conftest.py. A hook of git's
-# has variables that lead to its repository; tests have others.
-define both_halves
-@unset $$(git rev-parse --local-env-vars); export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; said=$$(mktemp); own=$$(mktemp -d); failed=; apart=; \
-  ! unshare -m mount -t tmpfs tmpfs /dev/shm 2>$$said || apart=--apart; \
-  half() { $(PY) -m pytest -q --durations=20 -m "$(1)" $$apart "$$@"; }; export -f half; export apart; \
-  $${apart:+env TMPDIR=$$own unshare -m} bash -c 'test -z "$$apart" || mount -t tmpfs tmpfs /dev/shm && half --part=2' >$$said 2>&1 & \
-  half --part=1 || failed=1; \
-  wait $$! || failed=1; cat $$said; rm $$said; test -z "$$failed"; rm -rf $$own
+# Two commands at once, one for each of two cores; the output of the second is shown when the first has ended. If it is allowed,
+# the second has its own shared memory and temporary folder, and $$apart is --apart for both: see tests/conftest.py. The
+# variables of a Git hook lead to its repository, so they are removed; tests have others.
+define both
+@unset $$(git rev-parse --local-env-vars); export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH" apart=; output=$$(mktemp); own=$$(mktemp -d); failed=; \
+  ! unshare -m mount -t tmpfs tmpfs /dev/shm 2>$$output || apart=--apart; \
+  $${apart:+env TMPDIR=$$own unshare -m} bash -c 'test -z "$$apart" || mount -t tmpfs tmpfs /dev/shm && $(2)' >$$output 2>&1 & \
+  $(1) || failed=1; \
+  wait $$! || failed=1; cat $$output; rm $$output; test -z "$$failed"; rm -rf $$own
 endef
+half = $(PY) -m pytest -q --durations=20 -m "$(1)" $$apart --part=$(2)
+both_halves = $(call both,$(call half,$(1),1),$(call half,$(1),2))
 
 test-quick: $(STAMP)  ## the tests of the layout, the configuration, the locks and the pages: half a minute
 	@unset $$(git rev-parse --local-env-vars); export CUDA_VISIBLE_DEVICES= PATH="$(abspath $(VENV))/bin:$$PATH"; \
@@ -124,13 +125,11 @@ test-quick: $(STAMP)  ## the tests of the layout, the configuration, the locks a
 test: $(STAMP) lint  ## the tests that take no longer than some minutes in all
 	$(call both_halves,not slow and not long and not gpu)
 
+SUITES = OMP_NUM_THREADS=1 $(MAKE) --no-print-directory
 test-slow: $(STAMP)  ## what CI runs too: a case of each kind of whole run, several processes, a fault of a store
 	$(call both_halves,slow and not long and not gpu and not cluster)
-	@said=$$(mktemp); failed=; export OMP_NUM_THREADS=1 apart=; ! unshare -m mount -t tmpfs tmpfs /dev/shm 2>$$said || apart='unshare -m'; \
-	  $$apart bash -c 'test -z "$$apart" || mount -t tmpfs tmpfs /dev/shm && $(MAKE) --no-print-directory test-8bit test-cluster ONLY=short' \
-	  >$$said 2>&1 & \
-	  $(MAKE) --no-print-directory test-tables test-dashboard test-store test-browser test-clouds ONLY="short or stopped or flipped" || failed=1; \
-	  wait $$! || failed=1; cat $$said; rm $$said; test -z "$$failed"
+	$(call both,$(SUITES) test-8bit test-cluster ONLY=short,$(SUITES) test-tables test-dashboard test-store test-browser test-clouds \
+	  ONLY="short or stopped or flipped")
 
 test-long: $(STAMP)  ## the further cases of whole runs, which CI leaves out
 	$(call both_halves,long)
