@@ -5,8 +5,8 @@
 
 A page says by marks where the table goes (reports/formatting.py). Runs of one seed see the same images, noise and times, so
 where a sweep has `points`, each is also set against the first one with the same seed: chance that both share falls out.
-Curves are of the validation loss if the runs have it, else of the training loss. Of runs with a target, the table has the
-median number of images to it over the seeds, with a 95 % bootstrap interval; a run that missed it counts as infinite.
+Curves are of the validation loss or FID if the runs have it, else of the training loss. Of runs with a target, the table has
+the median number of images to it over the seeds, with a 95 % bootstrap interval; a run that missed it counts as infinite.
 Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has no marks.
 """
 
@@ -37,7 +37,8 @@ Run = Mapping[str, Any]
 SCHEMA = 1
 """Of record.json (sweeps/table.py)."""
 SEED, OK = "seed", "ok"
-QUALITY = (("val_loss", "validation loss", ".4f"), ("fid", "FID", ".1f"), ("clip", "CLIP score", ".3f"))
+FID = "FID"
+QUALITY = (("val_loss", "validation loss", ".4f"), ("fid", FID, ".1f"), ("clip", "CLIP score", ".3f"))
 SPEED = (("images_per_sec_per_device", "images/s a device", ".4g"),)
 MOST_PANELS = 4
 SMOOTH_WINDOWS = 5
@@ -190,7 +191,7 @@ def differences_of(record: Record, runs: Sequence[Run], keys: Sequence[str]) -> 
 
 def _curves(runs: Sequence[Run]) -> list[tuple[np.ndarray, np.ndarray]]:
     curves = [(np.array(run["curve"]["images"], float), np.array(run["curve"]["loss"], float)) for run in runs]
-    windows = [1 if run["curve"].get("is_validation") else SMOOTH_WINDOWS for run in runs]
+    windows = [1 if run["curve"].get("is_score") else SMOOTH_WINDOWS for run in runs]
     return [
         (images, smoothed(losses, num))
         for (images, losses), num in zip(curves, windows, strict=True)
@@ -198,16 +199,22 @@ def _curves(runs: Sequence[Run]) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-def with_validations(record: Record) -> Record:
-    """Return a record whose curves are the validation losses, if each run that is ok has several; else the record itself."""
-    measured = {run["run"]: run.get("validations", {}) for run in record["runs"] if run["status"] == OK}
-    if any(len(validations.get("images", ())) < 2 for validations in measured.values()):
-        return record
-    curves = {
-        name: {"images": validations["images"], "loss": validations[VAL_LOSS], "is_validation": True}
-        for name, validations in measured.items()
-    }
-    return {**record, "runs": [{**run, "curve": curves.get(run["run"], run["curve"])} for run in record["runs"]]}
+def with_scores(record: Record) -> tuple[Record, str]:
+    """Return a record whose curves are a score that each run that is ok has several times, and the score's name.
+
+    Else the record itself, whose curves are the training loss.
+    """
+    ran = [run for run in record["runs"] if run["status"] == OK]
+    for lines, key, name in (("validations", VAL_LOSS, "validation loss"), ("evaluations", "fid", FID)):
+        if all(len(run.get(lines, {}).get("images", ())) > 1 for run in ran):
+            curves = [
+                {"curve": {"images": run[lines]["images"], "loss": run[lines][key], "is_score": True}}
+                if run["status"] == OK
+                else {}
+                for run in record["runs"]
+            ]
+            return {**record, "runs": [run | curve for run, curve in zip(record["runs"], curves, strict=True)]}, name
+    return record, "training loss"
 
 
 def has_curves(record: Record) -> bool:
@@ -222,9 +229,7 @@ def draw(record: Record, path: Path) -> None:
     """
     if not has_curves(record):
         raise ValueError(f"no run has a loss curve, so there is nothing to draw. Leave {path} out.")
-    drawn_record = with_validations(record)
-    what = "training loss" if drawn_record is record else "validation loss"
-    record = drawn_record
+    record, what = with_scores(record)
     import matplotlib
 
     matplotlib.use("Agg")
@@ -245,6 +250,7 @@ def draw(record: Record, path: Path) -> None:
     for column, name in enumerate(drawn):
         _draw(axes[0, column], losses[column], looks, f"{what}, mean and extremes of the seeds")
         axes[0, column].set_title(name if keys and others else "")
+        axes[0, column].set_yscale("log" if what == FID else "linear")
         if num_rows > 1:
             _draw(axes[1, column], below[column], looks, "over the first, same seed, %")
             axes[1, column].axhline(0.0, color="#808080", linewidth=0.8)

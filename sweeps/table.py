@@ -18,7 +18,7 @@ from config import pluralize
 from reports.study import SCHEMA
 from run_folder.environment import environment
 from run_folder.files import read_summary
-from run_folder.history import VAL_LOSS, History, read_history, rounded
+from run_folder.history import TARGET_METRICS, VAL_LOSS, History, read_history, rounded
 from sweeps.plan import Point, Sweep, as_text
 from sweeps.running import OK, SweepState
 
@@ -36,8 +36,7 @@ FIGURES = (
     "loss_tail",
     "loss_tail_std",
     VAL_LOSS,
-    "fid",
-    "clip",
+    *TARGET_METRICS,
     "target",
     "images_to_target",
     "seconds_to_target",
@@ -45,7 +44,7 @@ FIGURES = (
 )
 """Columns after those of the keys, the run and its status: figures of a run that is ok."""
 LAST = ("message", "identity", "commit")
-PRINTED = (SPEED, f"{SPEED}_min", f"{SPEED}_max", "mfu", "peak_mem_gib", "loss", VAL_LOSS, "fid", "clip")
+PRINTED = (SPEED, f"{SPEED}_min", f"{SPEED}_max", "mfu", "peak_mem_gib", "loss", VAL_LOSS, *TARGET_METRICS)
 TAIL = 4  # the last quarter of the windows
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -84,7 +83,7 @@ def _figures(folder: Path, row: Row) -> Row:
     batch = summary.get("global_batch_size")
     figures["step_ms"] = rounded(1000.0 * batch / speed) if batch and speed else None
     lines = [*history.evaluations, *history.scores]
-    for key in ("fid", "clip"):  # a run without a target has them in its evaluations alone
+    for key in TARGET_METRICS:  # a run without a target has them in its evaluations alone
         scores = [line[key] for line in lines if line.get(key) is not None]
         figures[key] = rounded(scores[-1]) if figures[key] is None and scores else rounded(figures[key])
     return {**figures, **_last_values(history)}
@@ -186,10 +185,20 @@ def _run(row: Row, keys: Sequence[str], folder: Path) -> dict[str, Any]:
         **{key: row[key] for key in (*FIGURES, "message", "identity", "commit") if row.get(key) not in (None, "")},
     }
     if row["status"] != OK:
-        return {**run, "curve": {"images": [], "loss": []}, "validations": {"images": [], VAL_LOSS: []}}
+        return {**run, "curve": {"images": [], "loss": []}}
     history = read_history(folder / row["run"])
-    validations = {key: [line[key] for line in history.validations] for key in ("images", VAL_LOSS)}
-    return {**run, "curve": curve_of(history), "validations": validations}
+    return {
+        **run,
+        "curve": curve_of(history),
+        "validations": _columns_of(history.validations, VAL_LOSS),
+        "evaluations": _columns_of(history.evaluations, *TARGET_METRICS),
+    }
+
+
+def _columns_of(lines: Sequence[Mapping[str, Any]], *keys: str) -> dict[str, list[float]]:
+    """Return the images seen and these keys, a list each, of the lines that have them all."""
+    whole = [line for line in lines if all(line.get(key) is not None for key in keys)]
+    return {key: [line[key] for line in whole] for key in ("images", *keys)}
 
 
 def curve_of(history: History) -> dict[str, list[float]]:

@@ -86,11 +86,16 @@ def test_the_command_draws_and_puts_the_table_between_a_page_s_marks(record, tmp
     assert "0.4500 (0.4000 to 0.5000)" in capsys.readouterr().out
 
 
-def test_curves_are_of_the_validation_loss_where_each_run_has_it(record):
-    """Three validations, drawn as they are; a single run without them has all drawn by the training loss."""
+@pytest.mark.parametrize(
+    ("lines", "key", "name"), [("validations", "val_loss", "validation loss"), ("evaluations", "fid", "FID")]
+)
+def test_curves_are_of_a_score_that_each_run_has(record, lines, key, name):
+    """Three scores, drawn as they are; a single run without them has all drawn by the training loss."""
     for number, run in enumerate(record["runs"]):
-        run["validations"] = {"images": [32, 96, 160], "val_loss": [3.0, 2.0, 1.0 + number]}
-    bands = study.losses_of(study.with_validations(record)["runs"], ["precision", "optimizer.lr"])
+        run[lines] = {"images": [32, 96, 160], key: [3.0, 2.0, 1.0 + number]}
+    scored, what = study.with_scores(record)
+    assert what == name
+    bands = study.losses_of(scored["runs"], ["precision", "optimizer.lr"])
     assert bands["precision=fp32, lr=0.1"].tolist() == [[32, 96, 160], [3, 2, 1.5], [3, 2, 1], [3, 2, 2]]
-    record["runs"][-1].pop("validations")
-    assert study.with_validations(record) is record
+    record["runs"][-1].pop(lines)
+    assert study.with_scores(record) == (record, "training loss")

@@ -206,6 +206,7 @@ folder.mkdir(parents=True, exist_ok=True)
 same = {"images_per_sec": 10, "peak_mem_gib": 1, "window_batches": 1, "train_sec": 1, "start": 1}
 same |= dict.fromkeys(["data_wait_sec", "eval_sec", "other_sec"], 0) | dict.fromkeys(["warmup", "unfinished"], False)
 lines = [json.dumps({**same, "batch": n, "images": 8 * n, "loss": 1 / n}) for n in range(1, 9)]
+lines.append(json.dumps({"evaluation": True, "start": 1, "batch": 8, "images": 64, "fid": 9.0, "clip": 0.5}))
 (folder / "metrics.jsonl").write_text("\\n".join(lines) + "\\n")
 (folder / "config.yaml").write_text("seed: 1\\n")
 summary = {"images_per_sec": 20.0, "images_per_sec_min": 18.0, "images_per_sec_max": 24.0, "num_devices": 2, "windows": 8}
@@ -285,6 +286,7 @@ def test_however_a_run_ends_it_is_a_row_and_the_others_continue(tmp_path, folder
     last = record["runs"][5]
     assert (last["values"], last["curve"]["images"]) == ({"seed": 6}, [8 * n for n in range(1, 9)])
     assert last["curve"]["loss"] == pytest.approx([1 / n for n in range(1, 9)], rel=1e-5)
+    assert last["evaluations"] == {"images": [64], "fid": [9.0], "clip": [0.5]}
     assert all((folder / name).stat().st_size > 5000 for name in ("page.html", "loss.png"))
     program = str(tmp_path / "program.py")
     assert not [p for p in psutil.process_iter(["cmdline"]) if program in (p.info["cmdline"] or [])]
