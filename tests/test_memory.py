@@ -20,7 +20,7 @@ from training.memory import BUCKETS, EMA, STATES, UPDATE, Cost, measure_cost
 from training.optimizer import OptimizerConfig, build_optimizer
 
 GIB = 2**30
-PARTS = dict(small_parameters=10**6, uneven_parameters=10**7, largest_tensor=10**8, largest_block=3 * 10**8)
+PARTS = dict(small_parameters=10**6, uneven_parameters=10**7, largest_stack=10**8, largest_block=3 * 10**8)
 PARTS |= dict(num_blocks=64, beside_blocks=10**8, precision="bf16")
 LARGE = Cost(12 * 10**9, 0, 1.0, activation_gib_per_image=0.5, activation_gib_once=2.0, frozen_gib=1.0, **PARTS)
 RUN = {"precision": "bf16", "compile": "whole", "model.frozen_device": "device"}

@@ -27,12 +27,17 @@ CONFIG = OptimizerConfig(name="muon", lr=LR, weight_decay=DECAY)
 
 
 class Blocks(nn.Module):
-    """A tall, a wide and a square matrix, and a kernel, between a first and a last layer. 65 rows: no even halves."""
+    """A tall, a wide and two square matrices, and a kernel, between a first and a last layer. 65 rows: no even halves."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        layers = [nn.Linear(24, 65), nn.Linear(64, 24), nn.Linear(32, 32, bias=False), nn.Conv2d(8, 16, 3)]
+        layers = [
+            nn.Linear(24, 65),
+            nn.Linear(64, 24),
+            *(nn.Linear(32, 32, bias=False) for _ in range(2)),
+            nn.Conv2d(8, 16, 3),
+        ]
         self.first, self.last = nn.Linear(8, 24), nn.Linear(24, 8)
         self.blocks = nn.ModuleList([nn.Sequential(layer, nn.LayerNorm(8)) for layer in layers])
 
@@ -55,6 +60,15 @@ def train(model: nn.Module, steps: range, optimizer: torch.optim.Optimizer | Non
     return optimizer
 
 
+def iterated(x: torch.Tensor) -> torch.Tensor:
+    """Jordan's iteration on a matrix (A, B), in its type."""
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    return x
+
+
 def test_a_step_is_that_of_a_newton_schulz_iteration_in_float64_and_as_large_as_one_of_adamw():
     """Jordan's iteration on Nesterov's momentum, Moonlight's factor: an RMS of 0.2 for singular values of 1."""
     model, momentum = Blocks(), 0.0
@@ -63,28 +77,46 @@ def test_a_step_is_that_of_a_newton_schulz_iteration_in_float64_and_as_large_as_
     for weight, start in zip(hidden_weights(model), before, strict=True):
         gradient = weight.grad.double().flatten(1)
         momentum = 0.05 * gradient
-        x = 0.05 * gradient + 0.95 * momentum
-        x = x / x.norm()
-        for _ in range(5):
-            gram = x @ x.T
-            x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+        x = iterated(0.05 * gradient + 0.95 * momentum)
         step = (start.double() * (1 - LR * DECAY) - weight.detach().double()).flatten(1) / LR
         expected = 0.2 * math.sqrt(max(x.shape)) * x
         assert (step - expected).norm() < 1e-4 * expected.norm()
         assert 0.1 < step.square().mean().sqrt() < 0.25
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(48, 48), (48, 70), (48, 73), (48, 400), (400, 48)])
+def test_in_float16_as_on_a_gpu_it_is_nearer_to_float64_than_jordans_bfloat16(rows, columns):
+    """Singular values over three decades, many matrices at once, whose size float16 could not hold."""
+    torch.manual_seed(0)
+    short = min(rows, columns)
+    (u, _), (v, _) = (torch.linalg.qr(torch.randn(3, size, short).double()) for size in (rows, columns))
+    matrices = (u * torch.logspace(-3, 0, short)) @ v.mT
+    scaled = matrices.float() * torch.tensor([1e-6, 1.0, 1e6]).reshape(3, 1, 1)
+    found = muon.orthogonalize(scaled, torch.float16)
+    for matrix, of_matrix in zip(matrices, found.double(), strict=True):
+        expected = iterated(matrix)
+        theirs = iterated(matrix.bfloat16()).double()
+        assert (of_matrix - expected).norm() < 0.03 * expected.norm() < 0.5 * (theirs - expected).norm()
+
+
+def test_matrices_of_one_shape_are_stacked_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(muon, "MOST_STACKED", 50)
+    weights = [torch.zeros(shape) for shape in ((4, 5), (5, 4), (4, 5, 1, 1), (4, 5), (10, 10))]
+    stacks = [[id(weight) for weight in stack] for stack in muon.stacks_of(weights)]
+    a, b, c, d, e = map(id, weights)
+    assert stacks == [[a, c], [d], [b], [e]] and muon.largest_stack(weights) == 100
+
+
 def test_the_flops_of_a_step_are_those_that_torch_counts():
     weights = hidden_weights(load_family("sd2", "tiny", "stock").build_denoiser())
     with FlopCounterMode(display=False) as counter:
         for weight in weights:
-            muon.orthogonalize(weight.detach().flatten(1))
+            muon.orthogonalize(weight.detach().flatten(1)[None], torch.float32)
     assert muon.step_flops(weights) == counter.get_total_flops() > 0
 
 
-def test_on_matrices_it_is_torchs_muon_and_on_the_rest_torchs_adamw_bit_for_bit(monkeypatch):
-    monkeypatch.setattr(muon, "iteration_dtype", lambda device: torch.bfloat16)
-    ours, reference = Blocks(), Blocks()
+def test_on_matrices_it_is_torchs_muon_in_bfloat16_and_on_the_rest_torchs_adamw_bit_for_bit():
+    ours, reference, start = Blocks(), Blocks(), Blocks()
     train(ours, range(3))
     matrices = [weight for weight in hidden_weights(reference) if weight.ndim == 2]
     others = [p for p in reference.parameters() if not any(p is weight for weight in hidden_weights(reference))]
@@ -94,10 +126,13 @@ def test_on_matrices_it_is_torchs_muon_and_on_the_rest_torchs_adamw_bit_for_bit(
     for step in range(3):
         train(reference, range(step, step + 1), of_matrices)
         adamw.step()
-    names = [name for name, p in ours.named_parameters() if p.ndim != 4]
-    assert len(names) == len(matrices) + len(others) == 18
-    for name in names:
-        assert torch.equal(ours.get_parameter(name), reference.get_parameter(name)), name
+    for name, parameter in reference.named_parameters():
+        if any(parameter is weight for weight in others):
+            assert torch.equal(ours.get_parameter(name), parameter), name
+    for (name, parameter), begun in zip(reference.named_parameters(), start.parameters(), strict=True):
+        if any(parameter is weight for weight in matrices):
+            assert (ours.get_parameter(name) - parameter).norm() < 0.03 * (parameter - begun).norm(), name
+    assert len(matrices) == 4 and len(others) == 17
 
 
 @pytest.mark.parametrize(
@@ -127,7 +162,7 @@ def of_a_rank(rank: int, folder: str) -> None:
             parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
         optimizer.step()
     momenta = [state["momentum_buffer"] for state in optimizer.state.values() if "momentum_buffer" in state]
-    assert len(momenta) == 4 and all(isinstance(momentum, DTensor) for momentum in momenta)
+    assert len(momenta) == 5 and all(isinstance(momentum, DTensor) for momentum in momenta)
     saved = {name: value.full_tensor() for name, value in model.state_dict().items()}
     if rank == 0:
         torch.save(saved, f"{folder}/saved.pt")

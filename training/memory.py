@@ -76,8 +76,8 @@ class Cost:
     """Of the tensors that optimizer.name=muon updates without a second moment."""
     muon_flops: float = 0.0
     """A step of optimizer.name=muon takes these on each device, whatever the batch."""
-    largest_tensor: int = 0
-    """Parameters of the largest tensor."""
+    largest_stack: int = 0
+    """Parameters that optimizer.name=muon updates at once."""
     largest_block: int = 0
     """Parameters of the largest block."""
     num_blocks: int = 0
@@ -155,7 +155,7 @@ class Cost:
     @property
     def _bytes_of_update(self) -> float:
         """Bytes that an optimizer's step takes in addition to the states; AdamW takes next to none."""
-        return muon.BYTES_OF_UPDATE * self.largest_tensor if self.optimizer == "muon" else 0
+        return muon.BYTES_OF_UPDATE * self.largest_stack if self.optimizer == "muon" else 0
 
     def checkpoint_gib(self, *, ema: bool) -> float:
         """Return the size of a full checkpoint, GiB: weights, two moments, EMA weights."""
@@ -241,7 +241,7 @@ def _sizes(denoiser: nn.Module) -> dict[str, Any]:
         "uneven_parameters": sum(num for num in large if num % low_memory_adamw.BLOCK),
         "hidden_parameters": sum(weight.numel() for weight in hidden),
         "muon_flops": muon.step_flops(hidden),
-        "largest_tensor": max(tensors),
+        "largest_stack": muon.largest_stack(hidden),
         "largest_block": max(blocks, default=0),
         "num_blocks": len(blocks),
         "beside_blocks": _num_parameters(denoiser) - sum(blocks),
