@@ -6,7 +6,7 @@
 A page says by marks where the table goes (reports/formatting.py). Runs of one seed see the same images, noise and times, so
 where a sweep has `points`, each is also set against the first one with the same seed: chance that both share falls out.
 Curves are of the validation loss or FID if the runs have it, else of the training loss. Of runs with a target, the table has
-the median number of images to it over the seeds, with a 95 % bootstrap interval; a run that missed it counts as infinite.
+the median images and seconds to it over the seeds, with 95 % bootstrap intervals; a run that missed it counts as infinite.
 Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has no marks.
 """
 
@@ -86,6 +86,8 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def _word(value: Any) -> str:
+    if isinstance(value, list):  # of algorithms: package.module:Class(...)
+        return ", ".join(str(item).rpartition(":")[2] for item in value) or "none"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -101,7 +103,7 @@ def table_of(record: Record) -> RecordTable:
     head = (*short_names(keys).values(), "runs", *(name for _, name, _ in figures))
     head += ("loss over the first's, by seed",) if is_set_against else ()
     has_target = any(run.get("target") is not None for run in ran)
-    head += ("images to the target",) if has_target else ()
+    head += ("images to the target", "seconds to the target") if has_target else ()
     rows: list[Row] = []
     for group_runs in groups_of(record["runs"], keys).values():
         cells = [_word(group_runs[0]["values"][key]) if key in group_runs[0]["values"] else "-" for key in keys]
@@ -112,7 +114,8 @@ def table_of(record: Record) -> RecordTable:
         if is_set_against:
             cells.append(_over_first(record, group_runs))
         if has_target:
-            cells.append(_format_median([run.get("images_to_target", math.inf) for run in group_runs]))
+            for key in ("images_to_target", "seconds_to_target"):
+                cells.append(_format_median([run.get(key, math.inf) for run in group_runs]))
         rows.append(tuple(cells))
     lost = len(record["runs"]) - len(ran)
     title = f"Sweep {record['sweep']}: mean over the seeds (least to greatest)"

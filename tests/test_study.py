@@ -55,11 +55,15 @@ def test_a_row_has_the_means_over_the_seeds_and_how_far_each_is_from_the_first_p
 
 def test_the_median_of_the_images_to_the_target_has_its_interval_and_a_missed_target_is_beyond_all(record):
     """The median of five draws from five seeds is the first one's with a probability of 5.8 %: three of five, binomial."""
-    runs = [made_run(0.1, seed, "fp32", 0.5) | {"images_to_target": 100 * seed} for seed in range(1, 6)]
+    runs = [
+        made_run(0.1, seed, "fp32", 0.5) | {"images_to_target": 100 * seed, "seconds_to_target": seed}
+        for seed in range(1, 6)
+    ]
     missed = [made_run(0.2, seed, "fp32", 0.5) | {"target": "missed"} for seed in range(1, 6)]
-    missed[0] |= {"target": "reached", "images_to_target": 100}
+    missed[0] |= {"target": "reached", "images_to_target": 100, "seconds_to_target": 1.5}
     rows = study.table_of(made_record(*runs, *missed)).rows
-    assert [row[-1] for row in rows] == ["300 (100 to 500)", "missed (100 to missed)"]
+    assert [row[-2] for row in rows] == ["300 (100 to 500)", "missed (100 to missed)"]
+    assert [row[-1] for row in rows] == ["3 (1 to 5)", "missed (2 to missed)"]
 
 
 def test_a_run_that_did_not_end_well_is_counted_and_is_in_no_mean(record):
