@@ -36,15 +36,8 @@ pytest_plugins = ("miniature", "hub_server")
 
 ROOT = Path(__file__).resolve().parent.parent
 
-TINY_RUN = [
-    "model.preset=tiny",
-    "image_size=64",
-    "global_batch_size=8",
-    "max_duration=4ba",
-    "measure.window_batches=2",
-    "measure.warmup_batches=2",
-    "loggers.progress_bar=false",
-]
+TINY_RUN = ["model.preset=tiny", "image_size=64", "global_batch_size=8", "max_duration=4ba"]
+TINY_RUN += ["measure.window_batches=2", "measure.warmup_batches=2", "loggers.progress_bar=false"]
 
 
 def with_frames(family: str, size: tuple[int, int], variant: str = "stock") -> tuple[int, ...]:

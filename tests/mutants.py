@@ -278,18 +278,8 @@ def outcome_of(mutant: Mutant | None, tests: Sequence[str], limit_sec: int) -> t
 
 def run_tests(tests: Sequence[str], tree: Path, temporary: Path, limit_sec: int) -> tuple[int | None, str]:
     """Return pytest's exit code, None at the limit, and what it printed."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not gpu",
-        *tests,
-    ]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m"]
+    command = [sys.executable, "-m", "pytest", *options, "not slow and not gpu", *tests]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary)}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}

@@ -26,14 +26,8 @@ TOLERANCE = 1e-6
 NAME = "shard-00002-model-00001-of-00001.safetensors"
 # The rate of Stable Diffusion. AdamW's first step moves each weight by it, whatever its gradient; where that is as small as
 # eps, the order in which ranks are added moves the weight too. With the usual 1e-8 one weight was 2e-6 apart on four ranks.
-KEYS = [
-    "optimizer.lr=1e-4",
-    "optimizer.eps=1e-6",
-    "ema.enabled=true",
-    "save.every_images=8",
-    "save.keep=99",
-    "save.snapshot_every_images=16",
-]
+KEYS = ["optimizer.lr=1e-4", "optimizer.eps=1e-6", "ema.enabled=true"]
+KEYS += ["save.every_images=8", "save.keep=99", "save.snapshot_every_images=16"]
 
 
 @pytest.fixture(scope="module")
