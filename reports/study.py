@@ -136,7 +136,7 @@ def _format_median(images: Sequence[float]) -> str:
     of_draws = np.sort(np.median(draws, axis=1))  # np.quantile would take infinity less infinity
     ends = of_draws[int(0.025 * RESAMPLES)], of_draws[int(0.975 * RESAMPLES)]
     median, low, high = (f"{value:,.0f}" if value < math.inf else "missed" for value in (np.median(images), *ends))
-    return f"{median} ({low} to {high})" if len(images) > 1 else median
+    return f"{median} ({low} to {high})" if len(images) > 1 and low != "missed" else median
 
 
 def _over_first(record: Record, of: Sequence[Run]) -> str:
@@ -253,7 +253,10 @@ def draw(record: Record, path: Path) -> None:
     for column, name in enumerate(drawn):
         _draw(axes[0, column], losses[column], looks, f"{what}, mean and extremes of the seeds")
         axes[0, column].set_title(name if keys and others else "")
-        axes[0, column].set_yscale("log" if what == FID else "linear")
+        if what == FID:
+            axes[0, column].set_yscale("log")
+            for set_formatter in (axes[0, column].yaxis.set_major_formatter, axes[0, column].yaxis.set_minor_formatter):
+                set_formatter("{x:.0f}")
         if num_rows > 1:
             _draw(axes[1, column], below[column], looks, "over the first, same seed, %")
             axes[1, column].axhline(0.0, color="#808080", linewidth=0.8)
