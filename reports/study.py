@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -87,7 +88,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 def _word(value: Any) -> str:
     if isinstance(value, list):  # of algorithms: package.module:Class(...)
-        return ", ".join(str(item).rpartition(":")[2] for item in value) or "none"
+        return ", ".join(re.sub(r"^[\w.]+:", "", str(item)) for item in value) or "none"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -210,13 +211,13 @@ def with_scores(record: Record) -> tuple[Record, str]:
     ran = [run for run in record["runs"] if run["status"] == OK]
     for lines, key, name in (("validations", VAL_LOSS, "validation loss"), ("evaluations", "fid", FID)):
         if all(len(run.get(lines, {}).get("images", ())) > 1 for run in ran):
-            curves = [
-                {"curve": {"images": run[lines]["images"], "loss": run[lines][key], "is_score": True}}
+            runs = [
+                {**run, "curve": {"images": run[lines]["images"], "loss": run[lines][key], "is_score": True}}
                 if run["status"] == OK
-                else {}
+                else run
                 for run in record["runs"]
             ]
-            return {**record, "runs": [run | curve for run, curve in zip(record["runs"], curves, strict=True)]}, name
+            return {**record, "runs": runs}, name
     return record, "training loss"
 
 

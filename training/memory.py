@@ -77,7 +77,7 @@ class Cost:
     muon_flops: float = 0.0
     """A step of optimizer.name=muon takes these on each device, whatever the batch."""
     largest_stack: int = 0
-    """Parameters that optimizer.name=muon updates at once."""
+    """Parameters that optimizer.name=muon updates at once, at most."""
     largest_block: int = 0
     """Parameters of the largest block."""
     num_blocks: int = 0

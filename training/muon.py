@@ -15,7 +15,7 @@ and last layers, embeddings, norms and biases are AdamW's, as there: all outside
 weight of a linear layer or a convolution.
 
 torch.optim.Muon takes neither kernels nor AdamW's parameters, and on a sharded tensor each of its 15 products communicates.
-On plain matrices this class makes the same steps, as far as the bfloat16 of torch's goes (tests/test_muon.py). Matrices of
+On plain matrices this class makes the same steps, to the accuracy of torch's bfloat16 (tests/test_muon.py). Matrices of
 one shape are multiplied at once. Sharded weights (FSDP2): the momentum is sharded like its weight; U is gathered once, in
 bfloat16, and every rank orthogonalizes all of it.
 """
@@ -40,10 +40,10 @@ MOMENTUM = 0.95
 UPDATE_RMS = 0.2  # of AdamW's steps (Moonlight, section 2.2)
 STEPS, COEFFICIENTS, EPS = 5, (3.4445, -4.7750, 2.0315), 1e-7  # Jordan's
 MOST_STACKED = 2**24
-"""Numbers of matrices that are multiplied at once; a larger matrix is alone."""
+"""Elements of the matrices that are multiplied at once; a larger matrix is alone."""
 BYTES_OF_MOMENTUM = 4
 BYTES_OF_UPDATE = 16
-"""For each number of the largest stack, in a step: U in float32, and what `orthogonalize` has at once."""
+"""For each element of the largest stack, in a step: U in float32, and what `orthogonalize` has at once."""
 
 
 def problems(config: OptimizerConfig, precision: str | None, *, has_adapter: bool) -> list[tuple[str, str]]:
@@ -69,7 +69,7 @@ def hidden_weights(denoiser: nn.Module) -> list[Tensor]:
 
 
 def stacks_of(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield all weights, in lists whose matrices have one shape and together at most MOST_STACKED numbers."""
+    """Yield all weights, in lists whose matrices have one shape and together at most MOST_STACKED elements."""
     by_shape: dict[tuple[int, int], list[Tensor]] = {}
     for weight in weights:
         by_shape.setdefault((weight.shape[0], weight.shape[1:].numel()), []).append(weight)
@@ -79,7 +79,7 @@ def stacks_of(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def largest_stack(weights: Iterable[Tensor]) -> int:
-    """Count the numbers of the largest of `stacks_of`."""
+    """Count the elements of the largest of `stacks_of`."""
     return max((sum(weight.numel() for weight in stack) for stack in stacks_of(weights)), default=0)
 
 
@@ -92,9 +92,9 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Return matrices (N, A, B) with the same singular vectors, and singular values of about 1, in 0.7 to 1.2.
 
-    Five steps of a Newton-Schulz iteration, X <- (a + b X X^T + c (X X^T)^2) X, in the shape with fewer rows. Where these are
-    far fewer, two and then three steps are taken on X X^T alone, which needs fewer products: Zhang, Amsel, Chen and Dao 2026
-    (dao-lab.ai/blog/2026/gram-newton-schulz). All five at once would be inexact in float16.
+    Five steps of a Newton-Schulz iteration, X <- (a + b X X^T + c (X X^T)^2) X, in the shape with fewer rows. A matrix more
+    than 1.5 times as wide as high takes two and then three of them on X X^T alone, which needs fewer products: Zhang, Amsel,
+    Chen and Dao 2026 (dao-lab.ai/blog/2026/gram-newton-schulz). All five at once would be inexact in float16.
     """
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
