@@ -33,6 +33,7 @@ def command(
 
     def wrap(main: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(main)
+        @interrupts.end_with_reader()
         def run(argv: Sequence[str], **more: object) -> int:
             if (code := print_help(main.__code__.co_filename, argv)) is not None:
                 return code

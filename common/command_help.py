@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from common import interrupts
 from common.log import log
 from common.static_schema import ROOT, SOURCES, path_of, read_name
 from common.value_types import type_hints
@@ -181,7 +182,9 @@ def format_keys(keys: Sequence[Key]) -> str:
 
 def answer_help(path: str | Path) -> None:
     """Print help and exit, if requested, before the slow imports."""
-    if (code := print_help(path, sys.argv[1:])) is not None:
+    with interrupts.end_with_reader():
+        code = print_help(path, sys.argv[1:])
+    if code is not None:
         sys.exit(code)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -77,6 +78,21 @@ def _leave_to_thread(number: int, frame: FrameType | None) -> None:
 def print_interrupt_line() -> None:
     """Print the line of an interrupted command; rank 0 does."""
     log.error(_text)
+
+
+@contextlib.contextmanager
+def end_with_reader() -> Iterator[None]:
+    """End this process quietly when who reads its output has gone: `| head` has its lines."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not any(events & select.POLLERR for _, events in output.poll(0)):
+            raise  # of another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def _unwind(number: int, frame: FrameType | None) -> NoReturn:

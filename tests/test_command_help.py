@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from training.config import ALIASES
 HEAVY = ("composer", "diffusers", "matplotlib", "numpy", "pandas", "pyarrow", "streaming", "torch", "transformers")
 PATHS = {module_of(path): path for path in sources() if "\n@command(" in path.read_text()}
 EARLY = sorted(set(PATHS) - {"common.key_reference"})
+COMPARED = ["reports/results/shapes_cpu_seed18.json", "reports/results/shapes_cpu_seed19.json"]
 SECTIONS = "model, lora, objective, data, optimizer, schedule, ema, save, eval, target, validation, samples, "
 SECTIONS += "measure, profile, cost, health, loggers, mlperf"
 
@@ -89,10 +91,6 @@ def keys_and_sections(schema: type) -> list[tuple[str, ...]]:
     ]
 
 
-def test_the_aliases_are_read_from_the_source_too():
-    assert read_name("benchmark", "ALIASES") == ALIASES
-
-
 @pytest.mark.timeout(60, func_only=True)
 def test_what_cannot_be_read_is_refused_before_the_imports_and_alone():
     words = ["optimizer.lrr=3", "seed=many", "data.workers=9999", "--resolution", "512", "learning_rate=1e-4"]
@@ -105,6 +103,15 @@ def test_what_cannot_be_read_is_refused_before_the_imports_and_alone():
         "command line: seed is 'many'. Possible: an integer.",
         "command line: data.workers is 9999. Possible: 0 to 512.",
     ]
+
+
+@pytest.mark.parametrize("words", (["benchmark.py", "--help"], ["-m", "reports.compare", *COMPARED]), ids=" ".join)
+def test_a_command_whose_reader_has_left_ends_quietly(words):
+    with subprocess.Popen(["true"], stdin=subprocess.PIPE) as reader:
+        reader.wait()
+        out, errors = reader.stdin, subprocess.PIPE
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=out, stderr=errors, timeout=100)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_help_shows_a_section_or_a_key_and_lists_the_sections(capsys):
