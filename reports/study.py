@@ -210,15 +210,17 @@ def with_scores(record: Record) -> tuple[Record, str]:
     """
     ran = [run for run in record["runs"] if run["status"] == OK]
     for lines, key, name in (("validations", VAL_LOSS, "validation loss"), ("evaluations", "fid", FID)):
-        if all(len(run.get(lines, {}).get("images", ())) > 1 for run in ran):
+        if all(sum(images > 0 for images in run.get(lines, {}).get("images", ())) > 1 for run in ran):
             runs = [
-                {**run, "curve": {"images": run[lines]["images"], "loss": run[lines][key], "is_score": True}}
-                if run["status"] == OK
-                else run
-                for run in record["runs"]
+                {**run, "curve": _scores(run[lines], key)} if run["status"] == OK else run for run in record["runs"]
             ]
             return {**record, "runs": runs}, name
     return record, "training loss"
+
+
+def _scores(line: Mapping[str, Sequence[float]], key: str) -> dict[str, Any]:
+    begun = line["images"][0] == 0  # the untrained network's would fill the panel
+    return {"images": line["images"][begun:], "loss": line[key][begun:], "is_score": True}
 
 
 def has_curves(record: Record) -> bool:
@@ -249,7 +251,7 @@ def draw(record: Record, path: Path) -> None:
     labels = list(dict.fromkeys(label for bands in losses for label in bands))
     looks = dict(zip(labels, itertools.product(("-", "--"), COLOURS), strict=False))
     num_rows, num = 2 if any(below) else 1, len(drawn)
-    size = (max(8, 5.5 * num), 1 + 3.6 * num_rows)
+    size = (max(8, 5.5 * num), 1 + 3.6 * num_rows + 0.16 * len(looks))
     figure, axes = pyplot.subplots(num_rows, num, squeeze=False, figsize=size, layout="constrained")
     for column, name in enumerate(drawn):
         _draw(axes[0, column], losses[column], looks, f"{what}, mean and extremes of the seeds")
@@ -264,7 +266,7 @@ def draw(record: Record, path: Path) -> None:
         axes[-1, column].set_xlabel("images seen")
     if len(labels) > 1:  # a panel may lack a line: its runs did not end well
         lines_of = {line.get_label(): line for panel in axes[0] for line in panel.get_lines()}
-        axes[0, -1].legend([lines_of[label] for label in looks], [*looks], fontsize=7)
+        figure.legend([lines_of[label] for label in looks], [*looks], fontsize=7, loc="outside upper left")
     if len(drawn) < len(panels) or len(looks) < len(labels):
         figure.suptitle(f"{len(drawn)} of {len(panels)} panels, {len(looks)} of {len(labels)} lines", fontsize=9)
     figure.savefig(path, dpi=DPI)

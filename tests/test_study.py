@@ -94,9 +94,9 @@ def test_the_command_draws_and_puts_the_table_between_a_page_s_marks(record, tmp
     ("lines", "key", "name"), [("validations", "val_loss", "validation loss"), ("evaluations", "fid", "FID")]
 )
 def test_curves_are_of_a_score_that_each_run_has(record, lines, key, name):
-    """Three scores, drawn as they are; a single run without them has all drawn by the training loss."""
+    """Three scores, drawn as they are, without the untrained network's; where a run has none, all have the training loss."""
     for number, run in enumerate(record["runs"]):
-        run[lines] = {"images": [32, 96, 160], key: [3.0, 2.0, 1.0 + number]}
+        run[lines] = {"images": [0, 32, 96, 160], key: [9.0, 3.0, 2.0, 1.0 + number]}
     scored, what = study.with_scores(record)
     assert what == name
     bands = study.losses_of(scored["runs"], ["precision", "optimizer.lr"])
