@@ -368,6 +368,7 @@ report: $(STAMP)  ## write what README and docs/ show anew, from committed recor
 	$(PY) -m reports.tables reports/results/step.json docs/benchmarks.md
 	$(PY) -m reports.tables reports/results/scale.json docs/data-and-stores.md
 	$(PY) -m reports.study reports/results/shapes_algorithms_unet.json docs/pictures/algorithms_unet.png docs/algorithms.md
+	$(PY) -m reports.study reports/results/shapes_algorithms.json docs/pictures/algorithms_flow.png docs/algorithms.md
 	$(PY) -m scaling.report reports/results/scaling.json docs/pictures reports/results/scaling_rows.csv docs/scaling.md
 	$(PY) -m reports.compare reports/results/sd2_tiny_cpu_compile/eager.json reports/results/sd2_tiny_cpu_compile/whole.json \
 	  reports/results/sd2_tiny_cpu_compile/blocks.json reports/results/sd2_tiny_cpu_compile/attention_math.json docs/benchmarking.md
