@@ -82,10 +82,10 @@ def print_interrupt_line() -> None:
 
 @contextlib.contextmanager
 def end_with_reader() -> Iterator[None]:
-    """End this process quietly when who reads its output has gone: `| head` has its lines."""
+    """End this process quietly if the reader of its output has left, as `head` does when it has its lines."""
     try:
         yield
-        sys.stdout.flush()
+        print(end="", flush=True)  # stdout is None where it was closed
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout, 0)

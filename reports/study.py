@@ -219,8 +219,8 @@ def with_scores(record: Record) -> tuple[Record, str]:
 
 
 def _scores(line: Mapping[str, Sequence[float]], key: str) -> dict[str, Any]:
-    begun = line["images"][0] == 0  # the untrained network's would fill the panel
-    return {"images": line["images"][begun:], "loss": line[key][begun:], "is_score": True}
+    first = 1 if line["images"][0] == 0 else 0  # the untrained network's score would fill the panel
+    return {"images": line["images"][first:], "loss": line[key][first:], "is_score": True}
 
 
 def has_curves(record: Record) -> bool:

@@ -122,7 +122,7 @@ def test_every_source_file_has_a_room_on_the_map():
     assert {path.stem for path in sources() if path.parent == ROOT} <= ROOT_FILES
 
 
-def test_imports_go_down_and_never_round_about():
+def test_imports_go_down_and_not_in_circles():
     assert [text for path in sources() for text in violations(path)] == []
     assert circles() == []
 

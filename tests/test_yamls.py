@@ -83,9 +83,8 @@ def resolve(words: list[str], stage) -> benchmark.RunConfig:
         words = [*words, f"data.remote={stage}", "data.local=null", f"data.stage={kind}", "data.text=encoded"]
     words = [*words, *SMALL, "model.weights=random", "model.denoiser=null", "cuda_graphs=false", "precision=null"]
     words += ["eval.every_images=8", "save.snapshot_every_images=8"]  # the batch is another one
-    words += [f"model.preset={keys['model.preset']}"] * (
-        family == "shapes"
-    )  # small as it is, and methods need its blocks
+    if family == "shapes":  # small as it is, and methods need its blocks
+        words.append(f"model.preset={keys['model.preset']}")
     if keys["validation.remote"]:  # its files have to be there, and those of an evaluation
         words += [f"validation.remote={stage}", "validation.local=null", "validation.every_images=8"]
     if keys["eval.when"] == "in_training" or keys["samples.every_images"]:
