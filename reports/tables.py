@@ -22,7 +22,7 @@ from reports.formatting import Record, RecordTable, Row, about, format_range, in
 # --- bench.step ---
 
 CONTESTS = {"bare": "no EMA", "ema": "EMA"}
-CONTESTANTS = {"ours": "ours", "plain": "diffusers, a plain loop", "predecessor": "the predecessor"}
+CONTESTANTS = {"ours": "ours", "plain": "diffusers, a plain loop"}
 
 
 def table_of_step(record: Record) -> RecordTable:

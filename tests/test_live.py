@@ -116,7 +116,7 @@ def test_the_table_has_every_run_under_a_folder_with_its_figures(runs, capsys):
     assert page.main([str(runs / "one")]) == page.main([str(runs)]) == 0
     assert capsys.readouterr().out == f"written: {runs / 'one/page.html'}\nwritten: {runs / 'index.html'}\n"
     text = (runs / "index.html").read_text()
-    cells = ["reached", "missed", "38.11", "52.50", "125.1", "51,200", "16 min 6 s", "2.684", "2026-11-22 19:59 UTC"]
+    cells = ["reached", "missed", "37.00", "51.40", "127.4", "51,200", "8 min 20 s", "1.390", "2026-11-28 20:27 UTC"]
     assert all(f">{cell}</td>" in text for cell in cells)
     assert '<a href="one/page.html">one</a>' in text and text.count("<a ") == 1 and "group/broken" in text
     assert "2 finished, 1 failed." in text and "2 without a link have no page yet" in text
