@@ -139,7 +139,7 @@ test-8bit: $(STAMP)  ## optimizer.states=8bit against torchao's, which is instal
 	test -e $(VENV)/$(TORCHAO) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TORCHAO) $(TORCHAO)
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TORCHAO) $(PY) -m pytest -q tests/test_low_memory_adamw_8bit.py
 
-test-tables: $(STAMP)  ## prepare.shards of Parquet files and Hugging Face data sets, with pyarrow and datasets, installed beside the environment
+test-tables: $(STAMP)  ## prepare.shards of Parquet files and Hugging Face datasets, with pyarrow and datasets, installed beside the environment
 	test -e $(VENV)/$(TABLES) || $(PY) -m pip install --disable-pip-version-check -q --no-deps --target $(VENV)/$(TABLES) -r requirements/tables.lock
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/$(TABLES) $(PY) -m pytest -q tests/test_tables.py tests/test_flux_encodings.py
 
@@ -185,7 +185,7 @@ test-gpu:  ## on a GPU machine: the tests that need one (interpreter at hand)
 	$(PYTHON) -m pytest -q tests/gpu
 
 TO ?= .
-download_assets: $(STAMP)  ## the weights and data sets of AMD's benchmark, into TO=. and the hub's cache: python -m prepare.downloads zoo
+download_assets: $(STAMP)  ## the weights and datasets of AMD's benchmark, into TO=. and the hub's cache: python -m prepare.downloads zoo
 	$(PY) -m prepare.downloads zoo to=$(TO)
 
 # Each command gives its output its name when it is whole: an interrupted make has nothing to delete.

@@ -57,7 +57,7 @@ from model import BatchRandomness
 from preflight import plan
 from preflight.checks import check
 from ranks import collectives
-from run_folder.environment import asked_for_cpu
+from run_folder.environment import start_cpu_query
 from run_folder.history import result_line
 from training import memory, speed
 from training.builders import (
@@ -112,7 +112,7 @@ def train(requested: RunConfig, began: float, uploads: Uploads | None = None) ->
     with run.cleanup_on_error():
         logged = collectives.on_rank_zero(lambda: wandb_mode(config.loggers, run.folder))
 
-        # Model: all networks, on the device; what else there is of this run agrees with them. `fitted` has the batch sizes
+        # Model: all networks, on the device, checked against the run's checkpoint and records. `fitted` has the batch sizes
         # that fit this machine.
         cost = measure_step_cost(config)
         networks = build_networks(config, run, device, lambda model: plan.find_microbatch(config, model, cost))
@@ -150,9 +150,9 @@ def train(requested: RunConfig, began: float, uploads: Uploads | None = None) ->
         evaluation = build_evaluation(config.eval, networks.scorer, model, context, draws_grids=grids)
         target = build_target(config.target, evaluation, record)
         mlperf_log = build_mlperf_log(fitted, networks.datasets, networks.held_out, record)
-        # Composer calls them in this order at each event. Weights that differ are in no record; random numbers are drawn
-        # before anybody reads the batch. A batch is recorded before it is in a checkpoint, and saved before it is validated,
-        # sampled and evaluated, so that what was killed is repeated. The target needs the newest evaluation.
+        # Composer calls them in this order at each event. Replicas are compared before anything is recorded; random
+        # numbers are drawn before the batch is used. A batch is recorded, then saved, then validated, sampled and evaluated:
+        # a killed evaluation is repeated. The target needs the newest evaluation.
         profile = build_profile(config.profile, config.measure.warmup_batches, record, throughput)
         randomness = BatchRandomness(model, config.seed)
         callbacks = [
@@ -248,7 +248,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         if not has_separate_folders(config.save.remote):
             config = apply_saved_settings(config)
         config = resolved = resolve(config)
-        asked_for_cpu()
+        start_cpu_query()
         save = config.save
         with uploading(save.remote, folder_of(config), keep=save.keep, patience_sec=save.patience_sec) as uploads:
             result = train(config, began, uploads)

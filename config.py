@@ -191,7 +191,7 @@ def _describe_type(hint: Any) -> str:
         int: "an integer",
         float: "a number",
         bool: "true or false",
-        str: "a text (in quotes where it looks like a number)",
+        str: "a string (in quotes if it looks like a number)",
         types.NoneType: "null",
     }
     return names.get(hint, "a value")
@@ -285,7 +285,7 @@ def _misfit_message(at: Assignment, hint: Any, possible: str | None = None, usua
         possible = " or ".join([possible, *words])
     value = format_value(at.value)
     if at.text is not None:  # what it stands for may be a secret
-        value = f"{_format_text(at.text)}, which stands for something else"
+        value = f"{_format_text(at.text)}, which resolves to an invalid value"
     usual_text = f" Usual: {usual}." if usual else ""
     return f"{at.where}: {_format_key(at)} is {value}. Possible: {possible or _describe_type(hint)}.{usual_text}"
 

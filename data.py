@@ -4,11 +4,11 @@ From a dataset `images` to a batch (B samples a device, H W the run's image size
 
     shard (MDS)   jpg bytes, caption str, key str                        streamed from `data.remote`, kept in `data.local`
     resized       uint8 (3, H, W); the variant mlperf: float32           decoded, scaled, cut to size (mds/images.py)
-    batch         images (B, 3, H, W), tokens int64 (B, L)               in a loader worker, captions tokenised in one call
+    batch         images (B, 3, H, W), tokens int64 (B, L)               in a loader worker, captions tokenized in one call
 
 A dataset `videos` gives clips (mds/videos.py). From a dataset `moments` (prepare/latents.py), a batch is read as
 stored: moments float16 (B, 2C, h, w), tokens; or with `data.text=stored` float16 text states (B, L, D) instead of tokens.
-Images are normalised on the device (model.py), because uint8 has a quarter of the bytes to copy. An unusable sample is
+Images are normalized on the device (model.py), because uint8 has a quarter of the bytes to copy. An unusable sample is
 reported, counted, and replaced by the next good one of its shard. So every batch is full, and all ranks have the same number.
 
 `data.synthetic=true` gives one batch with the same columns, drawn once on the device, to measure the model's speed alone.
@@ -99,7 +99,7 @@ class DataConfig:
     text: Literal["encoded", "stored"] = "encoded"
     """stored: text states of prepare.latents store_text=true. encoded: encode captions in each step."""
     max_bad_samples: int = limited(100, 0)
-    """The run stops after more unusable samples."""
+    """Unusable samples that a run may meet; one more stops it."""
 
     def __post_init__(self) -> None:
         """Name the folder that keeps the shards, so that the record of the run has it."""
@@ -141,9 +141,7 @@ class DataConfig:
         """
         problems = []
         if self.text == "stored" and self.stage != "moments":
-            text = (
-                f"stored, but a stage of {self.stage} has no text states. Use data.stage=moments, or data.text=encoded."
-            )
+            text = f"stored, but a dataset of {self.stage} has no text states. Use data.stage=moments, or data.text=encoded."
             problems.append(("data.text", text))
         if self.fps is not None and self.stage == "images":
             problems.append(("data.fps", f"{self.fps:g}, but images have no frames. Leave it out."))
@@ -160,7 +158,7 @@ class DataConfig:
         sources = self.sources
         if not sources or not all(source.location for source in sources):
             where = "data.remote" if self.streams is None else "data.streams"
-            return [(where, "not given. Give a stage's folder or s3:// address, or data.synthetic=true.")]
+            return [(where, "not given. Give a dataset's folder or s3:// address, or data.synthetic=true.")]
         problems, datasets, size = [], [], tuple(made_for.get("image_size") or (1, 1))
         for key, source in self.named_sources():
             dataset, read_problems = mixture.read_source(key, source)
@@ -255,10 +253,10 @@ class StreamingLAIONDataset(BatchDataset):
         self.memory = BatchMemory()
 
     def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
-        """Decode and resize the samples, and tokenise their captions in one call."""
+        """Decode and resize the samples, and tokenize their captions in one call."""
         ids = sample_ids.tolist()
         width, height = self.image_sizes[self.stream_of(ids[0])]
-        # Of bytes a pixel's three lie together, as in its file: a worker would take long to part them, a device does not.
+        # uint8 images stay interleaved (HWC): splitting the channels is slow in a worker, fast on a device.
         in_planes = self.image_dtype != torch.uint8
         shape = (3, height, width) if in_planes else (height, width, 3)
         memory, receipt = self.memory.allocate((len(ids), *shape), self.image_dtype)

@@ -71,7 +71,7 @@ class EMAConfig:
         problems = exclusive("ema", self, "half_life", "decay", "sigma_rel")
         set_to = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
         if set_to and not self.enabled:
-            text = f"false, but ema.{set_to[0]} is given. Say ema.enabled=true (--use_ema), or leave it out."
+            text = f"false, but ema.{set_to[0]} is given. Set ema.enabled=true (--use_ema), or leave it out."
             problems.append(("ema.enabled", text))
         return problems
 

@@ -10,7 +10,7 @@
     composer eval.py runs/NAME images=look prompts='[a red circle, "a cat, asleep"]'   # -> look/*.png
     composer eval.py runs/NAME images=look prompts=captions.txt images_per_prompt=4    # of a file, with four seeds
 
-A run is scored with its own configuration. Keys that a score depends on can be given anew (eval.*, target.*, precision,
+A run is scored with its own configuration. Keys that a score depends on can be given again (eval.*, target.*, precision,
 model.weights where the encoders have moved, ...); other keys are refused. A score that eval.jsonl already has, of the same
 weights and settings, is not made again. So the same command resumes a killed one, even in the middle of a score
 (eval_parts/ next to the table holds its finished part). Two commands may share a table.
@@ -70,7 +70,7 @@ from training.trainer import build_device, torch_device
 DIST_TIMEOUT_SEC = 1800.0
 UNREAD: tuple[str, ...] = ("run_name", "run_folder", "data.remote", "data.local", "data.metadata", "data.streams")
 UNREAD += ("model.denoiser", "validation.", "loggers.", "mlperf.")
-"""Of a run's files: where a variable that stands there is not set, its scores are the same."""
+"""Keys that no score depends on: an unset variable in them is ignored."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def read_source_config(source: EvalSource, command: CommandLine) -> EvalCommand:
     def check(config: EvalCommand) -> list[Problem]:
         problems = config.snapshot_problems(config.eval, config.target)
         if source.snapshot is not None and config.snapshots is not None:
-            problems.append(("snapshots", f"{config.snapshots}, but {source.address} is one already. Leave it out."))
+            problems.append(
+                ("snapshots", f"{config.snapshots}, but {source.address} is one snapshot. Leave snapshots out.")
+            )
         if makes_images:
             problems += _image_problems(config, source)
         else:
@@ -189,7 +191,7 @@ def evaluate(command: CommandLine) -> None:
     to_score = _find_sources(command.arguments, typed)
     makes_images = typed.get("images") is not None
     if len(to_score) > 1 and "out" not in typed and not makes_images:
-        raise ConfigError(["out: not given. Several models in one table want a folder for it: out=FOLDER."])
+        raise ConfigError(["out: not given. Several models share one table. Give its folder: out=FOLDER."])
     configs = [read_source_config(source, command) for source in to_score]
     composer_device = build_device(configs[0].precision or "fp32")
     device = torch_device(composer_device)

@@ -24,9 +24,7 @@ from __future__ import annotations
 if __name__ == "__main__":  # the imports below take seconds, and an interrupt in them never reaches main
     from common import command_help, interrupts
 
-    interrupts.print_on_interrupt(
-        "export.py: interrupted. Nothing of a new export is left. The same command begins anew."
-    )
+    interrupts.print_on_interrupt("export.py: interrupted. No partial export is left. The same command starts over.")
     command_help.answer_help(__file__)
 
 import contextlib
@@ -88,7 +86,7 @@ CAPTION = "a photograph of an astronaut riding a horse"
 UNREAD = ("run_name", "run_folder", "model.denoiser", "data.", "optimizer.", "schedule.", "save.", "target.")
 UNREAD += ("validation.", "samples.", "measure.", "profile.", "loggers.", "mlperf.")
 UNREAD += ("eval.prompts", "eval.statistics", "eval.inception", "eval.clip", "eval.cmmd")
-"""Of a run's files: where a variable that stands there is not set, its model is the same."""
+"""Keys that the model does not depend on: an unset variable in them is ignored."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +335,9 @@ def export(address: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     if problem := output_problem(out, run):
         raise ConfigError([problem])
     if file and config.snapshot != "last":
-        raise ConfigError([f"snapshot: {config.snapshot}, but {file} is one. Give the run's folder, or leave it out."])
+        raise ConfigError(
+            [f"snapshot: {config.snapshot}, but {file} is a snapshot. Give the run's folder, or leave snapshot out."]
+        )
     path = file or find_checkpoint(run, config.snapshot)
     run_config = read_run_config(run, config.model.weights, config.model.denoiser)
     if config.lora != "merged" and not run_config.lora.is_given:
@@ -473,7 +473,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except OSError as error:
         text = f"{error.filename or out} cannot be written: {error.strerror}" if error.errno else str(error)
-        log.error(f"{text}. Nothing of a new export is left. Make room, or give another path.", extra=EVERY_RANK)
+        log.error(f"{text}. No partial export is left. Make room, or give another path.", extra=EVERY_RANK)
         return 1
     except Exception as error:
         errors.report_error(error, debug=False)

@@ -444,7 +444,7 @@ def cast_weights(denoiser: nn.Module, precision: str) -> None:
 
 
 def step_seed(seed: int, batch_index: int, rank: int, purpose: str = "") -> int:
-    """Return the seed of one step's generator, in [0, 2**63): a hash, so that neighbouring steps are independent.
+    """Return the seed of one step's generator, in [0, 2**63): a hash, so that neighboring steps are independent.
 
     Args:
         purpose: what else than the batch's own random numbers is drawn.

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         problem = (
             "no commit is known (set EASEL_COMMIT where there is no git)" if code is None else f"the tree is {code}"
         )
-        log.info(f"{sweep.name}: {problem}, so nothing says that earlier runs are of this code: all run again")
+        log.info(f"{sweep.name}: {problem}, so earlier runs may be of other code: all run again")
     if sweep.command.dry_run:
         return print_plan(sweep, points, SweepState(sweep.folder, code), only)
 
@@ -141,9 +141,7 @@ def finish(sweep: Sweep, points: Sequence[Point], rows: Sequence[table.Row]) -> 
     except (OSError, ValueError) as error:  # a folder that was removed, a file that cannot be written
         log.warning(f"{sweep.folder}: not all of record, plot and page could be written: {error}")
     if len(folders) > page.MOST_RUNS:
-        log.info(
-            f"{sweep.folder / PAGE}: it has the first {page.MOST_RUNS} of {len(folders)} runs, as many as a page takes"
-        )
+        log.info(f"{sweep.folder / PAGE}: shows the first {page.MOST_RUNS} of {len(folders)} runs, the most of a page")
     if folders and is_of_mlperf(sweep, points):
         ended = [sweep.folder / row["run"] for row in rows if row["status"] in (OK, *ERRORS)]  # one of ten may fail
         begun = [str(folder) for folder in ended if folder.is_dir()]

@@ -52,7 +52,7 @@ class ContrastiveFlow(Algorithm):
         """Say why a run cannot use it, or None. `keys`: of a resolved run."""
         if (prediction := keys["objective.prediction"]) != RectifiedFlow.prediction:
             text = f"contrastive flow needs a rectified flow, but the prediction is {prediction}"
-            return f"{text}. Say objective.prediction=flow, or leave it out."
+            return f"{text}. Set objective.prediction=flow, or leave it out."
         return TOO_FEW if keys["device_train_microbatch_size"] == 1 else None
 
     def match(self, event: Event, state: State) -> bool:

@@ -41,7 +41,7 @@ class NoiseFirst(Algorithm):
         if (prediction := keys["objective.prediction"]) == RectifiedFlow.prediction:
             return None
         text = f"noise_first needs a rectified flow, but the prediction is {prediction}"
-        return f"{text}. Say objective.prediction=flow, or leave it out."
+        return f"{text}. Set objective.prediction=flow, or leave it out."
 
     def match(self, event: Event, state: State) -> bool:
         return event == Event.BATCH_START

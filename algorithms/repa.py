@@ -87,9 +87,9 @@ class Repa(Algorithm):
         if self.depth >= num:
             return f"repa: depth={self.depth}, but there are {num} blocks. Possible: 1 to {num - 1}."
         if keys["compile"] == "whole":
-            return "repa: compile=whole makes one graph, and states are read between blocks. Say compile=blocks."
+            return "repa: compile=whole makes one graph, and states are read between blocks. Set compile=blocks."
         if keys["data.stage"] == "moments" and keys["data.text"] == "stored":
-            return "repa: moments with stored text are trained on without a VAE, and it needs images. Say data.stage=images."
+            return "repa: moments with stored text are trained on without a VAE, and it needs images. Set data.stage=images."
         try:
             ImageFeatures.read_config(self.name)
         except (OSError, ValueError) as error:

@@ -54,7 +54,7 @@ class Tread(Algorithm):
                 f"tread: {family.name} ({family.variant}) has no blocks that take a part of the tokens. Leave it out."
             )
         if keys["compile"] == "whole":
-            return "tread: compile=whole makes one graph, and tokens are routed between blocks. Say compile=blocks."
+            return "tread: compile=whole makes one graph, and tokens are routed between blocks. Set compile=blocks."
         num = len(transformer_blocks(build_on_meta(family.build_denoiser)))
         first, after, _ = slice(self.start, self.end).indices(num)
         if first < after < num:

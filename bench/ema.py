@@ -13,7 +13,7 @@ each into its own copy:
     flat                 torch.lerp_ of one tensor with as many elements: each byte read and written once
 
 A turn is some updates in a row; its value is the fastest one, ms, since other load only ever adds.
-On a CPU with one thread: with more, each of 240 large tensors starts the threads anew, which on a busy machine takes most of
+On a CPU with one thread: with more, each of 240 large tensors starts the threads again, which on a busy machine takes most of
 the time. Exit code: 0, or 2 if the command cannot be read.
 """
 

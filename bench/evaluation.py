@@ -3,9 +3,9 @@
     composer -n 1 -m bench.evaluation yamls/sd2_512_synthetic.yaml                                 # a rung of a ladder
     composer -n 1 -m bench.evaluation yamls/sd2_512_synthetic.yaml compile=whole channels_last=true eval.num_prompts=256
 
-A run's keys, and its `eval` section, but for files: the weights are random, of the denoiser's preset; the image network is
-Inception at its size, the pair ViT-H-14 at its (of `preset=tiny` the small random ones), the captions are made up, and
-what FID compares with is a unit covariance. Its figures mean nothing, its time does. 128 prompts where no number is given.
+Takes a run's keys and its `eval` section, without its files. All weights are random: the denoiser of the preset, Inception
+at full size, CLIP as ViT-H-14 (preset=tiny: a small pair). The captions are made up, and FID compares with a unit
+covariance. Its figures mean nothing, its time does. 128 prompts where no number is given.
 
 The prompts are scored once to warm up, which compiles and finds the batch size, and then ROUNDS times; CLIP features of
 captions are kept from the first time, as from a run's first evaluation. RUN_FOLDER/RUN_NAME/summary.json has images/s

@@ -30,8 +30,8 @@ import torch
 from bench.ladder import (
     Ladder,
     Rung,
+    is_clean,
     is_done,
-    is_known,
     is_of,
     log_unknown_commit,
     read_ladder,
@@ -186,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
 def _is_measured(step: Step, here: str | None) -> bool:
     """True if there is a record of it, also of a failure; where no commit names the code, of any code."""
     record = read_record(step.path)
-    return is_of(record, here) if is_known(here) else record is not None
+    return is_of(record, here) if is_clean(here) else record is not None
 
 
 def print_tables(ladders: Sequence[Ladder], results: Path) -> None:

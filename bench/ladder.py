@@ -118,7 +118,9 @@ def read_ladder(path: str) -> Ladder:
     except Exception as error:  # the YAML reader's exceptions are of several unrelated classes
         own, of_rung = (", ".join(each.name for each in of) for of in (fields(Ladder)[:-1], fields(Rung)))
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError([f"{path}: is no ladder ({reason}). Possible keys: {own}; of a rung: {of_rung}."]) from error
+        raise ConfigError(
+            [f"{path}: is not a ladder ({reason}). Possible keys: {own}; of a rung: {of_rung}."]
+        ) from error
     rungs = [replace(rung, keys=[*ladder.keys, *rung.keys]) for rung in ladder.rungs]
     return replace(ladder, name=Path(path).stem, rungs=rungs)
 
@@ -131,13 +133,13 @@ def _check(ladder: Ladder) -> None:
     most = ladder.budget_sec + ladder.limit_sec
     for rung in ladder.rungs:
         if not re.fullmatch(r"[\w-]+", rung.name) or rung.name in before:
-            raise ValueError(f"rung {rung.name!r} has no plain name, or that of another one")
+            raise ValueError(f"rung {rung.name!r} needs a unique name of letters, digits, _ and -")
         if rung.program not in PROGRAMS or rung.over not in (None, *before):
-            raise ValueError(f"rung {rung.name!r} names a program that does not exist, or no rung before it")
+            raise ValueError(f"rung {rung.name!r} has an unknown program, or `over` is not an earlier rung")
         if not (1 <= rung.ranks <= MOST_RANKS and (rung.limit_sec is None or 1 <= rung.limit_sec <= most)):
             raise ValueError(f"rung {rung.name!r}: ranks are 1 to {MOST_RANKS}, limit_sec 1 to {most}")
         if any(not isinstance(key, str) for key in (*ladder.keys, *rung.keys)):
-            raise ValueError(f"rung {rung.name!r} has a key that is no text, e.g. 'seed=1'")
+            raise ValueError(f"rung {rung.name!r} has a key that is not a string such as 'seed=1'")
         before.add(rung.name)
 
 
@@ -183,14 +185,14 @@ def read_record(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and {"rung", "status"} <= record.keys() else None
 
 
-def is_known(name: str | None) -> bool:
+def is_clean(name: str | None) -> bool:
     """True for the name of a commit without changes to it."""
     return name is not None and not name.endswith("+changes")
 
 
 def is_of(record: Mapping[str, Any] | None, here: str | None) -> bool:
     """True for a record of this commit; without one, or with changes, nothing says that a record is of this code."""
-    return is_known(here) and record is not None and record.get("commit") == here
+    return is_clean(here) and record is not None and record.get("commit") == here
 
 
 def is_done(path: Path, here: str | None) -> bool:
@@ -201,7 +203,7 @@ def is_done(path: Path, here: str | None) -> bool:
 
 def log_unknown_commit(name: str, here: str | None) -> None:
     """Say why every rung runs again, where it does."""
-    if not is_known(here):
+    if not is_clean(here):
         text = "no commit is known (set EASEL_COMMIT where there is no git)" if here is None else f"the tree is {here}"
         log.info(f"{name}: {text}, so every rung runs again; those without a record first")
 
@@ -244,7 +246,7 @@ def _ratio(record: Mapping[str, Any], other: Mapping[str, Any] | None) -> float 
     if other is None or not (record.get(SPEED) and other.get(SPEED)):
         return None
     # Without a commit, or with changes to it, only the rungs of one call are of one code.
-    same = ("device", "commit") if is_known(record.get("commit")) else ("device", "commit", "call")
+    same = ("device", "commit") if is_clean(record.get("commit")) else ("device", "commit", "call")
     is_same = all(record.get(key) == other.get(key) for key in same)
     return float(f"{record[SPEED] / other[SPEED]:.3g}") if is_same else None
 
@@ -274,7 +276,7 @@ def main(argv: Sequence[str]) -> int:
     log_unknown_commit(ladder.name, here)
     results, runs = Path(config.results).resolve() / ladder.name, Path(config.runs).resolve() if config.runs else None
     results.mkdir(parents=True, exist_ok=True)
-    # Those without a record first. Of the others one that needs a call for itself: what is refused again would take its time.
+    # Those without a record first. Then those with their own limit_sec, before the time is used up by others.
     paths = [(results / f"{rung.name}.json", rung) for rung in ladder.rungs]
     for path, rung in sorted(paths, key=lambda of: (of[0].is_file(), of[0].is_file() and of[1].limit_sec is None)):
         if is_done(path, here):

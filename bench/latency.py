@@ -277,7 +277,7 @@ def begun_record(config: LatencyConfig) -> dict[str, Any]:
     is_commit = new["commit"] is not None and not new["commit"].endswith("+changes")
     if same and is_commit:
         return old
-    log.info(f"{config.results}: is not of this commit and device, or of uncommitted code. It is replaced.")
+    log.info(f"{config.results}: is of another commit or device, or of uncommitted code. It is replaced.")
     return new
 
 

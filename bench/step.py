@@ -111,7 +111,7 @@ def check(config: StepConfig) -> list[Problem]:
     if config.precision is not None and (text := precision_problem(config.precision)):
         problems.append(Problem(f"precision: {config.precision} {text}", ("precision",)))
     if _preset(config) == "full" and (free_gib := _free_gib()) < FULL_GIB:
-        text = f"full needs {FULL_GIB} GiB for two contestants; {free_gib:.1f} are free. Say preset=tiny."
+        text = f"full needs {FULL_GIB} GiB for two contestants; {free_gib:.1f} are free. Set preset=tiny."
         problems.append(Problem(f"preset: {text}", ("preset",)))
     return problems
 

@@ -224,7 +224,7 @@ class MLPerfLog(Callback):
         # Evaluations after the checkpoint that the run resumes from will be made again.
         self._written = {count for count in evaluated_points(events) if count <= images}
         self.log.event("restart", 1 + sum(event["key"] == "restart" for event in events), samples_count=images)
-        log_status(f"restarted at {images:,} images: no result of the closed division; for one, take another run_name")
+        log_status(f"restarted at {images:,} images: not a closed-division result; for one, use another run_name")
 
     def _begin(self) -> None:
         """Write everything up to run_start; init_start has the process's start time."""
@@ -241,7 +241,7 @@ class MLPerfLog(Callback):
         self.log.event("init_stop")
         self.log.event("run_start", samples_count=0)
         over = "" if took_sec < 60 * limit else ": TOO LONG, the checker will refuse this log"
-        log_status(f"initialised in {took_sec:.1f} s; the {self.config.division} division allows {limit} min{over}")
+        log_status(f"initialized in {took_sec:.1f} s; the {self.config.division} division allows {limit} min{over}")
 
     def _close_block(self, state: State) -> None:
         if not self.is_writer or self._block is None:
@@ -273,11 +273,9 @@ def _lock_run(folder: Path) -> Iterator[None]:
         with FileLock(folder / ".lock", timeout=LOCK_TIMEOUT_SEC):
             yield
     except Timeout as error:
-        problem = (
-            f"{folder / LOG_FILE}: another process has the run, and may be training it on; the log is left as it is"
-        )
+        problem = f"{folder / LOG_FILE}: another process uses the run, and may be training it; the log is unchanged"
         raise ConfigError(
-            [f"{problem}. Start the same command again when that has ended: no score is made twice."]
+            [f"{problem}. Run the same command again when it has ended: no score is computed twice."]
         ) from error
 
 
@@ -323,7 +321,7 @@ def conclude(folder: Path, evaluations: Sequence[Line], reached: Line | None, *,
         if stays:
             status, at = stop["metadata"]["status"], stop["time_ms"] / 1000
             log.event("run_stop", at=at, dated_back=True, status=status, samples_count=images)
-            log_status(f"the log has {len(new)} evaluations more; it ends as before: {status} at {images:,} images")
+            log_status(f"the log has {len(new)} more evaluations; it still ends with {status} at {images:,} images")
         else:
             close(log, reached, end["images"], ended)
 

@@ -52,7 +52,7 @@ class ProfileConfig:
             warmup_batches: measure.warmup_batches.
         """
         if self.start_batch is not None and not self.batches:
-            return [("profile.start_batch", f"{self.start_batch}, but profile.batches=0. Say profile.batches=3.")]
+            return [("profile.start_batch", f"{self.start_batch}, but profile.batches=0. Set profile.batches=3.")]
         first = self.first(warmup_batches)
         if self.batches and num_batches is not None and first + self.batches > num_batches:
             problem = f"{self.batches} after {first}, but the run has {num_batches} batches"

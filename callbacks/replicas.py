@@ -111,7 +111,7 @@ class ReplicaCheck(Callback):
     def _stop(self, of_copies: Sequence[tuple[Any, ...]], names: Sequence[str]) -> None:
         usual_copy, num = Counter(of_copies).most_common(1)[0]
         others = [number for number, each in enumerate(of_copies) if each != usual_copy]
-        # Ranks of each copy that hold something else, where the first copy that is like most of them holds another.
+        # Ranks of each differing copy whose digests differ from those of the most common copy.
         ranks, first = [], len(names)
         for copy in others:
             for number_in_copy, (digests, usual) in enumerate(zip(of_copies[copy], usual_copy, strict=True)):

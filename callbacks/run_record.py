@@ -357,7 +357,7 @@ class RunRecord(Callback):
 
     @contextlib.contextmanager
     def clock_to_end(self) -> Iterator[None]:
-        """Stop the clocks at the end of the context, even after an error, and record them and it."""
+        """Stop the clocks at the end of the context, even after an error, and record both."""
         try:
             yield
         except Exception as error:

@@ -5,11 +5,11 @@
     eval         evaluation
     other        checkpoints, logging and everything else between batches
 
-Exactly one clock runs at a time; Composer's events switch it. The device is synchronised only at window edges, so that
+Exactly one clock runs at a time; Composer's events switch it. The device is synchronized only at window edges, so that
 measuring does not slow training. Windows end at the same batches in every start of the run. A measured window contains none
 of a start's first `measure.warmup_batches` batches and no batch recorded by the profiler. A run's speed is the median over
 its measured windows, reported with minimum and maximum. On several ranks, each clock of a window is the slowest rank's, so
-images_per_sec is rather too low than too high. Which rank that is, these clocks cannot say: all wait for it in each step.
+images_per_sec errs low. These clocks cannot tell which rank that is: all wait for it in each step.
 A window also names the rank that took longest over its own work (training/health.py).
 
 images_per_sec_wall is the run's overall speed: all its images over all four clocks of all its starts, on rank 0. The clocks
@@ -84,7 +84,7 @@ class MeasureConfig:
     expected_images_per_sec: float | None = limited(None, 0.0, above=True)
     """Speed of all ranks, from which --print_config estimates time. null: no estimate."""
     expected_record: str | None = None
-    """Record on other GPUs, or H200, from which --print_config estimates speed. null: none."""
+    """Record, or the name of a GPU such as H200, from which --print_config estimates speed. null: none."""
 
     def is_edge(self, batch: int) -> bool:
         """True if a window ends after this many batches of the run; the same in every start."""

@@ -308,7 +308,7 @@ class Checkpointer(Callback):
         """
         self.before_saving()
         self.settle()
-        # Who writes no full checkpoints agrees on nothing between batches, and would not hear of a failure.
+        # Without full checkpoints ranks do not agree between batches, and would not hear of a failure.
         in_background = in_background and bool(self._handlers)
         if any(map(is_sharded_tensor, self.model.parameters())):
             for kind in kinds:
@@ -333,7 +333,7 @@ class Checkpointer(Callback):
         has_room = self._copy.has_room(content)
         if not has_room and not self._has_logged_no_room:
             self._has_logged_no_room = True
-            need = f"{count_bytes(content) / 2**30:.3g} GiB of memory for a copy of the state are not free"
+            need = f"{count_bytes(content) / 2**30:.3g} GiB of free memory are needed for a copy of the state"
             log.info(f"checkpoints: {need}: training waits while one is written.")
         return has_room
 

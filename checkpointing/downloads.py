@@ -38,7 +38,7 @@ def problems(remote: str, *, is_saving: bool) -> list[tuple[str, str]]:
         is_saving: the run writes full checkpoints.
     """
     if scheme_of(remote) != "s3":
-        return [("save.remote", f"'{remote}' is no address of a store. Write s3://BUCKET/PREFIX.")]
+        return [("save.remote", f"'{remote}' is not a store's address. Write s3://BUCKET/PREFIX.")]
     if text := address_problem(remote):
         return [("save.remote", text)]
     if not is_saving:
@@ -73,7 +73,8 @@ def restore_from_store(
             with locked(lock, folder):
                 return _download(store, folder, with_snapshots, find_result)
     except OSError as error:
-        raise ConfigError([f"run_folder: {error}. What {store.address} has of this run goes there."]) from error
+        todo = f"The run in {store.address} is downloaded there: give a folder that this user may write"
+        raise ConfigError([f"run_folder: {error}. {todo}."]) from error
     finally:
         lock.release()
         if not was_there and not _has_files(folder):
@@ -142,7 +143,7 @@ def _download(
             return True, result
         if not any(_fetch(store, checkpoint, folder) for checkpoint in newer) and newest is None and (newer or damaged):
             text = f"save.remote: every one of the {len(newer)} full checkpoints in {store.address} is damaged"
-            again = ConfigError([f"{text}. Bring back a copy, or take another run_name to begin anew."])
+            again = ConfigError([f"{text}. Restore a copy, or use another run_name to start over."])
             raise damaged or again
     except BaseException:
         for path in folder.iterdir() if was_empty else ():
@@ -183,7 +184,7 @@ def _fetch_record(store: RunStore, stored: Mapping[str, int], folder: Path) -> N
             digest = store.digest_of(name)
             if digest is not None and digest_file(aside / name) != digest:
                 problem = f"{store.address}/{name} is damaged: its bytes are not those that were put"
-                advice = "Bring back a copy, or remove it: what it said is then lost"
+                advice = "Restore a copy, or remove it and lose its contents"
                 raise ConfigError([f"save.remote: {problem}. {advice}."])
         replace_record(folder, aside, names)
     finally:

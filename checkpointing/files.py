@@ -138,7 +138,7 @@ def find_newest(folder: Path) -> Path | None:
         problem = (
             f"every one of the {len(damaged)} full checkpoints in {folder} is damaged, the newest is {damaged[-1]}"
         )
-        raise ConfigError([f"checkpoints: {problem}. Bring back a copy, or take another run_name to begin anew."])
+        raise ConfigError([f"checkpoints: {problem}. Restore a copy, or use another run_name to start over."])
     return None
 
 
@@ -166,7 +166,7 @@ def read_outline(path: Path) -> dict[str, Any]:
         raise ConfigError([text]) from error
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         reason = str(error).splitlines()[0].removeprefix(f"{file}: ").rstrip(".")
-        text = f"{path}: cannot be read as a checkpoint: {reason}. Remove it, or bring back a copy."
+        text = f"{path}: cannot be read as a checkpoint: {reason}. Remove it, or restore a copy."
         raise ConfigError([text]) from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         value = content.get("schema") if isinstance(content, dict) else type(content).__name__

@@ -17,7 +17,7 @@ from common.host_memory import read_host_bytes
 from weights.tensors import iterate_tensors
 
 ALIGNED = 64  # bytes, where a tensor begins
-SPARE_FRAC = 0.95  # of what is free that a copy may take
+MAX_FRAC = 0.95  # of free memory that a copy may take
 
 
 class HostCopy:
@@ -32,7 +32,7 @@ class HostCopy:
         """True if a copy of all tensors in nested containers fits into the memory that is free now."""
         need = sum(_aligned_bytes(tensor) for tensor in iterate_tensors(content))
         have = 0 if self._memory is None else len(self._memory)
-        return need <= have or need <= SPARE_FRAC * read_host_bytes()[1] + have
+        return need <= have or need <= MAX_FRAC * read_host_bytes()[1] + have
 
     def of(self, content: Any) -> tuple[Any, Callable[[], None]]:
         """Copy nested containers with all of their tensors; the copy before is overwritten.
@@ -43,14 +43,14 @@ class HostCopy:
         tensors = list(iterate_tensors(content))
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         if on_gpu:
-            torch.cuda.synchronize()  # what lies on the CPU may be on its way still
+            torch.cuda.synchronize()  # copies to the CPU may still be in flight
         self._make(sum(map(_aligned_bytes, tensors)), on_gpu)
         self._end = 0
         copied = self._copied(content, {})
         if not on_gpu:
             return copied, lambda: None
         made = torch.cuda.Event()
-        made.record()  # what the step changes afterwards comes behind it, on the same stream
+        made.record()  # the step's later changes are queued after it, on the same stream
         return copied, made.synchronize
 
     def close(self) -> None:

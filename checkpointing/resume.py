@@ -116,7 +116,7 @@ class RunState:
             where = f"{at} ({self.checkpoint[0]})" if self.checkpoint else "its beginning: it has no checkpoint"
             log.info(f"run_name: {self.folder} resumes from {where}.")
         for name, text in self.lost.items():
-            why = "it was cut, or is a copy of before. summary.json will have history_lost"
+            why = "truncated, or an older copy. summary.json lists it in history_lost"
             log.info(f"run_name: {self.folder / name} {text}: {why}.")
         log.info(f"checkpoints: {save}; page: python -m reports.live {self.folder}")
 

@@ -95,7 +95,7 @@ def write_parts(folder: Path, name: str, content: Mapping[str, Any], rank: int, 
         sync_to_disk(temporary / FILES)
         sync_to_disk(temporary)
         final = folder / f"{name}-{digest_file(temporary / FILES)}{SUFFIX}"
-        remove_checkpoint(final)  # the same bytes, of a life of the run that was cut back to before this batch
+        remove_checkpoint(final)  # the same bytes, left by a start that was rolled back before this batch
         temporary.rename(final)
         sync_to_disk(folder)
         remove_others(final, name)
@@ -161,11 +161,11 @@ def find_damage(path: Path) -> str | None:
 
 
 def load_parts(path: Path, into: Mapping[str, Tensor]) -> None:
-    """Read tensors by name into those given, of the same whole shapes: a part, where one is a part. All ranks call it."""
+    """Read tensors by name into `into`; of a sharded one, this rank's part. All ranks call it."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.distributed")  # its advice, once a save
+        warnings.filterwarnings("ignore", module=r"torch\.distributed")  # its advice, once a load
         no_dist = not any(map(is_sharded_tensor, into.values()))
         load(dict(into), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=no_dist)
 
@@ -201,7 +201,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def remove_others(path: Path, name: str) -> None:
-    """Remove checkpoints of the same batch: of a life of the run that was cut back to before it."""
+    """Remove checkpoints of the same batch: left by a start that was rolled back before it."""
     for other in path.parent.glob(f"{name}-*"):
         if other != path and other.suffix in (".pt", SUFFIX):
             remove_checkpoint(other)

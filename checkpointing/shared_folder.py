@@ -61,11 +61,11 @@ def fetch_to_all(folder: Path, upload: Callable[[], None], fetch: Callable[[], N
         if newest is None or not newest.is_dir():
             upload()
             return newest
-        problem = f"{names} cannot see that of {first}, whose newest checkpoint is in parts, of a start with sharding"
+        problem = f"{names} cannot see {folder} on {first}, whose newest checkpoint is in parts"
         raise ConfigError([f"run_folder: {problem}. Give a folder that all machines share, for this start alone."])
 
     names = ", ".join(name for name in blind if name)
-    log.info(f"run_folder: {names} cannot see that of {first}: they fetch the record and the newest checkpoint.")
+    log.info(f"run_folder: {names} cannot see {folder} on {first}: they fetch the record and the newest checkpoint.")
     newest = collectives.on_rank_zero(newest_of_first)
     is_blind = blind[dist.get_global_rank() - dist.get_local_rank()] is not None
 
@@ -73,7 +73,7 @@ def fetch_to_all(folder: Path, upload: Callable[[], None], fetch: Callable[[], N
         return list_checkpoints(folder / CHECKPOINTS, FULL)
 
     def check() -> None:
-        """See that no checkpoint is here, this machine's or a copy, which rank 0 and the store have lost."""
+        """Check that this machine has no newer checkpoint than rank 0 and the store."""
         if own() and (newest is None or number_of(own()[0]) > number_of(newest)):
             has = f"batch {number_of(newest)}" if newest is not None else "no checkpoint"
             problem = (

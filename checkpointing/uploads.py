@@ -131,7 +131,7 @@ class Uploads:
         names = [*(path.name for path in self._lacking()), *sorted(self._changed())]
         some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return (
-            f"save.remote: {self.store.address} does not have all of this run: {some or 'its newest files'} not there after "
+            f"save.remote: {self.store.address} lacks {some or 'the newest files'} of this run after "
             f"{waited_sec:.0f} s; {self._why} {self.folder} is whole: the same command uploads the rest."
         )
 
@@ -215,7 +215,7 @@ class Uploads:
         assert self._stored is not None
         if self._own and self.store.digest_of(STARTS) not in self._own:
             problem = f"another start of this run writes into {self.store.address}"
-            raise Replaced(f"save.remote: {problem}. This one stops: what it has since then is in {self.folder}.")
+            raise Replaced(f"save.remote: {problem}. This one stops. Its own files are in {self.folder}.")
         # The start first: from then on the run is this process's.
         for name in sorted(self._changed(), key=lambda name: name != STARTS):
             with contextlib.suppress(FileNotFoundError):

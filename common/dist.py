@@ -1,4 +1,4 @@
-"""Which of the ranks this process is, by the launcher's variables. All else is Composer's `dist`, imported where ranks meet.
+"""This process's rank, from the launcher's variables. All else is Composer's `dist`, imported on first use.
 
 Composer takes four seconds to import, and most commands have one rank.
 """

@@ -15,9 +15,9 @@ from common.log import EVERY_RANK, log
 ROOT = Path(__file__).resolve().parent.parent
 # What libraries say, in plain RuntimeErrors, of a process that was ended from outside.
 ENDED_BY_OTHERS = {
-    "DataLoader worker (pid": "Too little memory or /dev/shm ends a worker so. Lower data.workers, or give more of it.",
-    "by peer": "Another rank has ended without a word: the kernel ends a process where the machine's memory is short.",
-    "Timed out waiting": "Another rank has not come to where this one waits for it: it hangs, or its machine is away.",
+    "DataLoader worker (pid": "A worker was killed: too little memory or /dev/shm. Lower data.workers, or add more.",
+    "by peer": "Another rank died without an error: the kernel kills a process when memory runs out.",
+    "Timed out waiting": "Another rank did not reach this collective: it hangs, or its machine is unreachable.",
 }
 
 
@@ -38,11 +38,11 @@ class Refused(ValueError):
 
 
 class Failed(ValueError):
-    """The work had to stop; the message says why and what to do. What is done stays."""
+    """The work had to stop; the message says why and what to do. Finished work is kept."""
 
 
 def is_expected(error: BaseException) -> bool:
-    """True for an end that may come to any run, and whose text says what to do.
+    """True for an error that any run may meet, and whose text says what to do.
 
     That is what this project raises itself as a ValueError, or as its own class of error; what the system says of a file or a
     connection; and what W&B says. Any other is a defect, of which the trace is wanted.
@@ -85,7 +85,7 @@ def _is_message(error: BaseException) -> bool:
 
 
 def report_error(error: BaseException, *, debug: bool) -> None:
-    """Print the text of an error that is foreseen; with `debug`, or of another one, its trace before."""
+    """Print an error's text; before it the traceback, if the error is unexpected or with `debug`."""
     if debug or not is_expected(error):
         traceback.print_exception(error)
     log.error(error_text(error), extra=EVERY_RANK)

@@ -20,7 +20,7 @@ MAX_BYTES = 2**28  # of a file that is read whole, where its reader says nothing
 
 
 def cache_folder() -> Path:
-    """Return the folder that keeps what all runs of this user can have again. Raises RuntimeError: there is no home."""
+    """Return the cache folder that all runs of this user share. Raises RuntimeError: there is no home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "easel"
 
 
@@ -36,7 +36,7 @@ def atomic_path(path: Path, final: Callable[[], Path] | None = None) -> Iterator
     """
     target = path.resolve() if path.is_symlink() else path  # a link stays one
     if target.exists() and not (target.is_file() or target.is_dir()):
-        raise OSError(errno.EINVAL, "it is no regular file", str(target))  # /dev/null would be a page for everybody
+        raise OSError(errno.EINVAL, "it is not a regular file", str(target))  # never replace /dev/null
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -106,7 +106,7 @@ def open_regular(path: Path, most_bytes: int | None = MAX_BYTES) -> BinaryIO:
         if stat.S_ISDIR(at.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(at.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         if most_bytes is not None and at.st_size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {at.st_size:,} bytes; at most {most_bytes:,} are read", str(path))
         return open(path, "rb", opener=lambda *_: descriptor)

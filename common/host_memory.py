@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
-# Of memory.stat: copies of files, which the kernel lets go when others ask.
+# Of memory.stat: the page cache, which the kernel reclaims when memory is needed.
 RECLAIMED = ("inactive_file", "active_file")
 
 

@@ -74,7 +74,7 @@ def _read(name: str) -> Any:
 
 
 def update_tables(text: str) -> str:
-    """Return a page with its tables made anew."""
+    """Return a page with its tables made again."""
 
     def block(match: re.Match[str]) -> str:
         return match[1] + format_page(_read(match[3]), own_only=bool(match[2])) + match[4]

@@ -4,8 +4,8 @@
     half_life: str | None = duration(None, "ba", "sp")
     image_size: Pixels = limited(512, 1, 16384)
 
-Texts are names, paths and addresses here: a line of UTF-8 that a file system takes. Files are read to their end, so that
-only regular ones are: a device or a pipe may have none.
+Texts are names, paths and addresses here: a line of UTF-8 that a file system takes. Files are read to the end, so
+only regular ones are taken: a pipe may have no end.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def exclusive(section: str, config: Any, *names: str) -> list[tuple[str, str]]:
     if len(conflicting) < 2:
         return []
     (key, value), *others = conflicting
-    return [(key, f"{value} and {' and '.join(f'{name}: {other}' for name, other in others)} exclude each other.")]
+    return [
+        (key, f"{value} and {' and '.join(f'{name}: {other}' for name, other in others)} conflict. Give one of them.")
+    ]
 
 
 # --- numbers and texts ---
@@ -173,9 +175,9 @@ def text_problem(text: str) -> str | None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
-        return "a text in UTF-8"
+        return "a string in UTF-8"
     if any(ord(letter) < 32 for letter in text):
-        return "a text without control characters and line ends"
+        return "a string without control characters and line ends"
     parts = [] if "://" in text else text.split("/")
     if size > MAX_TEXT_BYTES or any(len(part.encode()) > MAX_PART_BYTES for part in parts):
         return f"at most {MAX_TEXT_BYTES:,} bytes, {MAX_PART_BYTES} between slashes"
@@ -230,7 +232,7 @@ def file_problem(path: str) -> str | None:
     if kind != "file":
         return f"{name} is a {kind}. Give a file."
     is_readable = os.access(Path(path).expanduser(), os.R_OK)
-    return None if is_readable else f"{name} may not be read by this user. Change its rights, or give another one."
+    return None if is_readable else f"{name} cannot be read by this user. Change its permissions, or give another one."
 
 
 # --- in messages ---

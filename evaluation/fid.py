@@ -171,7 +171,7 @@ def _problem(mean: np.ndarray, covariance: np.ndarray, num_features: int | None)
 class FeatureSums(Float64Sums):
     """Number, sum and sum of outer products of features, added up over batches and ranks.
 
-    Features are not centred, so the ranks' sums can simply be added at the end. In float64, cancellation costs the
+    Features are not centered, so the ranks' sums can simply be added at the end. In float64, cancellation costs the
     covariance about log10(mean^2 / variance) of 16 digits: one digit for Inception's features. Only the blocks on and
     above the diagonal are computed, half of the work.
 
@@ -244,7 +244,7 @@ def reference_for(path: str | Path, extractor: Extractor) -> Statistics:
     for key, ours in of_extractor.items():
         if made.get(key, ours) != ours:
             text = f"{path} was made with the {key} {made[key]}, this evaluation has {ours}"
-            raise ValueError(f"eval.statistics: {text}. Make it again, or use eval.inception and eval.resize as then.")
+            raise ValueError(f"eval.statistics: {text}. Make it again, or restore eval.inception and eval.resize.")
     return statistics
 
 

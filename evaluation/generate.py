@@ -173,7 +173,7 @@ def chunks_of(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 # --- files of images ---
 
-BATCH_SIZE = 4  # of a pass, however many images: on a CPU another size changes an image by a grey level here and there
+BATCH_SIZE = 4  # of a pass, however many images: on a CPU another size changes an image by a gray level here and there
 
 
 def folder_problem(folder: str) -> str | None:

@@ -99,7 +99,7 @@ class Meter:
         self.reset()
 
     def log_warnings(self, num_images: int) -> None:
-        """Warn, on one rank, of settings that make scores hard to compare."""
+        """Log, on one rank, settings that make scores hard to compare."""
         if self.extractor is not None and (text := covariance_warning(num_images, self.extractor.num_features)):
             log.info(f"eval: {text}")
         if self.extractor is not None and self.extractor.resize == "bicubic256" and not self._says_resize:

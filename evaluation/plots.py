@@ -29,17 +29,17 @@ LINE_KEYS = (
 )
 """Rows that differ in one of these have separate lines in a plot; model_id tells two models of one name apart."""
 DPI = 120
-COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
+COLORS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
 
 
 def plot_guidance(rows: Sequence[Row], path: Path) -> None:
     """Draw FID (down is better) over CLIP score (right is better) over guidance, a line a model and snapshot."""
 
     def draw(axes: Axes) -> None:
-        for (label, of_line), colour in zip(lines_of(rows, "guidance"), itertools.cycle(COLOURS), strict=False):
+        for (label, of_line), color in zip(lines_of(rows, "guidance"), itertools.cycle(COLORS), strict=False):
             points = sorted(of_line, key=lambda row: row["guidance"])
             clip, fid = [row["clip"] for row in points], [row["fid"] for row in points]
-            axes.plot(clip, fid, marker="o", label=label, color=colour)
+            axes.plot(clip, fid, marker="o", label=label, color=color)
             for row in points:
                 point = (row["clip"], row["fid"])
                 axes.annotate(f"{row['guidance']:g}", point, textcoords="offset points", xytext=(5, 5), fontsize=8)
@@ -56,14 +56,14 @@ def plot_over_images(rows: Sequence[Row], path: Path, target: Mapping[str, float
     """
 
     def over_images(axes: Axes, key: str, label: str) -> None:
-        for (name, of_line), colour in zip(lines_of(rows, "snapshot"), itertools.cycle(COLOURS), strict=False):
+        for (name, of_line), color in zip(lines_of(rows, "snapshot"), itertools.cycle(COLORS), strict=False):
             scored = [row for row in of_line if row.get(key) is not None]
             points = sorted((row for row in scored if row.get("images") is not None), key=lambda row: row["images"])
             images, figures = [row["images"] for row in points], [row[key] for row in points]
             if points:
-                axes.plot(images, figures, marker="o", label=name, color=colour)
+                axes.plot(images, figures, marker="o", label=name, color=color)
             for row in (row for row in scored if row.get("images") is None):
-                axes.axhline(row[key], linestyle=(0, (6, 2)), color=colour, label=f"{name}: {row[key]:.3g}")
+                axes.axhline(row[key], linestyle=(0, (6, 2)), color=color, label=f"{name}: {row[key]:.3g}")
         if target and (wanted := target.get(key)) is not None:
             axes.axhline(wanted, linestyle="--", color="#666666", label=f"target {wanted:g}")
         if key == "fid":

@@ -91,6 +91,6 @@ def draw_samples(
         for chunk, images in generate_chunks(model, prompts, signal=signal, **how):
             mine += zip([prompt.caption for prompt in chunk], as_bytes(images), strict=False)
     except Signalled:
-        log.info("samples: stopped by a signal; the next start draws them anew.")
+        log.info("samples: stopped by a signal; the next start draws them again.")
         raise
     return gather_images(mine)

@@ -200,7 +200,7 @@ class TargetConfig:
             value = getattr(self, key)
             if value is not None and config.when == "off":
                 problems.append(
-                    (f"target.{key}", "given, but nothing is evaluated. Say eval.when=in_training, or after.")
+                    (f"target.{key}", "given, but nothing is evaluated. Set eval.when=in_training, or after.")
                 )
             elif value is not None and needs is None:
                 other = "eval.statistics and eval.inception" if key == "fid" else "eval.clip"

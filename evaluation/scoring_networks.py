@@ -235,4 +235,4 @@ def _require_size(images: Tensor) -> None:
     height, width = images.shape[2:]
     if (height, width) != (SIDE_PX, SIDE_PX):
         text = f"images: {width} x {height} px, but the miniature's scoring networks take {SIDE_PX} x {SIDE_PX} px"
-        raise ValueError(f"{text}. Say image_size={SIDE_PX}, or give other networks.")
+        raise ValueError(f"{text}. Set image_size={SIDE_PX}, or give other networks.")

@@ -99,7 +99,7 @@ def find_source(address: str, model: ModelConfig, *, with_encoders: bool) -> Eva
         if path.resolve().parent.name == "checkpoints" and (run / "config.yaml").is_file():
             return EvalSource(address, run, "run", path.resolve())
         raise ValueError(
-            f"{address} is a run's checkpoint, without its run's config.yaml. Give it in checkpoints/ of its run."
+            f"{address} is a run's checkpoint, outside its run's folder. Give its path in RUN/checkpoints/."
         )
     if kind == "file" and path.suffix in WEIGHT_SUFFIXES:
         return EvalSource(address, path.resolve(), "file")
@@ -112,7 +112,7 @@ def _kind_of_folder(address: str, folder: Path) -> SourceKind:
     if (folder / "config.yaml").is_file():
         return "run"
     if any(path.suffix in (".pt", ".parts") for path in (folder / "checkpoints").glob("*-*")):
-        todo = "The training command writes it again, or bring back a copy"
+        todo = "The training command writes it again, or restore a copy"
         raise ValueError(f"{address}: it has checkpoints of a run, but no config.yaml. {todo}.")
     is_one_network = "_class_name" in pipeline_files.read_first_json([folder / "config.json"])
     parts = (folder / "model_index.json", *(folder / part for part in DENOISER_FOLDERS))
@@ -168,7 +168,7 @@ def load_snapshot(
         ConfigError: the snapshot is damaged, of another model, or of a run with other encoders.
     """
     if damage := find_damage(path):
-        raise ConfigError([f"{path} is damaged: {damage}. Bring back a copy, or remove it to score the others."])
+        raise ConfigError([f"{path} is damaged: {damage}. Restore a copy, or remove it to score the others."])
     content = read_checkpoint(path)
     progress = content["progress"]
     problems = _identity_problems(model, path, content["identity"])
@@ -335,7 +335,7 @@ def published_problems(source: EvalSource, model: ModelConfig, weights: str | No
         todo = "Give those that it was trained with: folder, file or name on the hub"
         problems.append(("model.weights", f"{text}. {todo}."))
     if weights == "ema" and source.kind == "file" and not pipeline_files.has_ema_weights(source.path):
-        problems.append(("eval.weights", f"ema, but {source.address} has no model_ema.*. Say eval.weights=training."))
+        problems.append(("eval.weights", f"ema, but {source.address} has no model_ema.*. Set eval.weights=training."))
     stated = pipeline_files.read_scheduler_config(source.path)
     differing = {key: stated[key] for key in SCHEDULE_KEYS if stated.get(key, SCHEDULE[key]) != SCHEDULE[key]}
     if differing:
@@ -349,7 +349,7 @@ def log_assumed_prediction(source: EvalSource, prediction: str | None) -> None:
     """Log what is assumed where published weights do not say what they predict."""
     if source.kind in ("diffusers", "file") and not pipeline_files.read_stated_objective(source.path):
         text = f"{source.address} does not say what its network predicts: taken to be {prediction}"
-        log.info(f"eval: {text}. Say objective.prediction=epsilon, or v, where that is wrong.")
+        log.info(f"eval: {text}. Set objective.prediction=epsilon, or v, where that is wrong.")
 
 
 # --- a folder of images ---

@@ -93,7 +93,7 @@ class ValidationConfig:
         """(key, message) for every invalid value, as of the section `data`; the stage has to fit the run as its own does."""
         if not self.is_given:
             names = [name for name in ("local", "every_images") if getattr(self, name) is not None]
-            text = "not given, but validation.{} is. Give the held-out stage, or leave both out."
+            text = "not given, but validation.{} is. Give the held-out dataset, or leave both out."
             return [("validation.remote", text.format(names[0]))] if names else []
         if data.synthetic:
             text = "given, but data.synthetic=true: nothing is learned that could be validated. Leave it out."
@@ -109,7 +109,7 @@ class ValidationConfig:
         except ValueError as error:
             return [("validation.remote", str(error))]
         if stage.buckets:
-            text = f"{stage.location} has buckets, but the losses are of one size. Give a stage of single samples."
+            text = f"{stage.location} has buckets, but the losses are of one size. Give a dataset without buckets."
             return [("validation.remote", text)]
         problems = self.source(data, stage.kind).problems(1, made_for, encodings)
         own = {"data.remote": "validation.remote", "data.local": "validation.local"}
@@ -128,7 +128,7 @@ def _is_same(one: str, other: str) -> bool:
 # --- what is validated ---
 
 
-OTHERS = "Give a stage of other samples: a loss on what was trained on says nothing of what was not."
+OTHERS = "Give a dataset of other samples: a loss on training samples says nothing about others."
 
 
 def check_apart(held_out: Dataset, trained: Dataset) -> None:
@@ -195,7 +195,7 @@ def eighths_of(numbers: Sequence[int]) -> Tensor:  # -> (B,) int64 in [0, 1000)
     return torch.tensor([125 * (number % 8) for number in numbers])
 
 
-def reads_timesteps(dataset: BatchDataset) -> bool:
+def add_timesteps(dataset: BatchDataset) -> bool:
     """Have a stage of moments give its TIMESTEP, if it has that column, with each batch; return whether it does."""
     shard = dataset.shards[0]
     encodings = dict(zip(shard.column_names, shard.column_encodings, strict=True))
@@ -249,7 +249,7 @@ class Validator:
         self.model, self.dataset, self.num_samples, self.chunk, self.signal = model, dataset, num_samples, chunk, signal
         self.times, (of_numbers, self.num_bins) = times, TIMES[times]
         self.bins = of_numbers(range(num_samples)) * self.num_bins // 1000
-        self.has_timesteps = times == "eighths" and reads_timesteps(dataset)
+        self.has_timesteps = times == "eighths" and add_timesteps(dataset)
         self.bad: dict[int, str] = {}
 
     def measure(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class Validator:
                 timesteps[begin : places.stop] = own
             exchange.done()
         if number := exchange.agree_on_signal():
-            log.info("validation: stopped by a signal; the next start measures it anew.")
+            log.info("validation: stopped by a signal; the next start measures it again.")
             raise Signalled(number)
         # Each place is 0 on all ranks but one: the sum is exact, and the means are taken in the order of the samples.
         errors = errors.to(self.model.device)
@@ -313,7 +313,7 @@ class Validator:
             if (wrong := (own < 0) | (own >= NUM_TIMESTEPS)).any():
                 first = numbers[int(wrong.nonzero()[0])]
                 text = f"validation.remote: sample {first:,} has the timestep {own[wrong][0]}. Possible: 0 to 7"
-                raise ValueError(f"{text}. Make the stage again, or say validation.times=thousandths.")
+                raise ValueError(f"{text}. Rebuild the dataset, or set validation.times=thousandths.")
             columns["times"] = model.objective.times_at(125 * own)
         batch = {name: column.to(model.device) for name, column in columns.items()}
         with torch.no_grad(), eval_mode(model.denoiser), model.autocast():

@@ -194,7 +194,7 @@ class ModelConfig:
     preset: str = "full"
     """full, or tiny: under 2 M parameters, for a CPU; ignores keys of GPU speed."""
     variant: str = "stock"
-    """The family's version: mlperf, sd15, dev, schnell, t2v, flow, moving. stock: its first. A wrong one lists all."""
+    """The family's version: mlperf, sd15, dev, schnell, t2v, flow, moving. stock: the first. An unknown one lists all."""
     weights: str | None = None
     """Frozen encoders: hub name, diffusers folder, LDM checkpoint, `random`, `shipped`. null: the family's; real data:
     the hub's; else random."""

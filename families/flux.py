@@ -134,7 +134,7 @@ class Flux(Family):
     tokenizer_folders = ("tokenizer", "tokenizer_2")
     lora_targets = JOINT_ATTENTION
     token_arguments: Mapping[str, int] | None = {"image_rotary_emb": 0}
-    overflow_encoders = ("t5",)  # transformers clips its states in float16 (T5Block), which gives others
+    overflow_encoders = ("t5",)  # transformers clips its states in float16 (T5Block), which changes them
 
     def __init__(self, architecture: FluxSizes, variant: str):
         self.architecture, self.variant = architecture, variant
@@ -182,7 +182,7 @@ class Flux(Family):
         return {"tokens": pipeline_files.tokenize_clip(captions), "t5_tokens": self.t5_tokenizer(captions)}
 
     def read_tokenizers(self, folder: Path) -> None:
-        """T5's table of words is published with its weights; random ones read bytes."""
+        """Read the tokenizer of published weights; with random weights each byte is a token."""
         self.t5_tokenizer = T5Tokenizer(self.num_tokens, folder / "tokenizer_2" / TOKENIZER_FILE)
 
     def save_tokenizers(self, folder: Path) -> dict[str, str]:

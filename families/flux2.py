@@ -1,4 +1,5 @@
-"""FLUX.2: transformers on 32-channel latents in blocks of 2 x 2, trained as a rectified flow; a language model reads.
+"""FLUX.2: transformers on 32-channel latents in blocks of 2 x 2, trained as a rectified flow; a language model
+encodes the text.
 
 Black Forest Labs 2025: the configurations of black-forest-labs/FLUX.2-dev and FLUX.2-klein-base-4B and -9B, and diffusers'
 pipelines. The states of three layers of the language model are the text; its later layers are not built.
@@ -121,7 +122,7 @@ class Flux2(Family):
         from diffusers.models import AutoencoderKLFlux2
 
         sizes = {name: value for name, value in self.sizes["text"].items() if name != "layers"}
-        depth = self.layers[-1] + 1  # of transformers' last states the norm is taken: they are not those of a layer
+        depth = self.layers[-1] + 1  # one layer more: transformers normalizes the states of the last
         text = build_language_model(f"{self.model}Model", f"{self.model}Config", num_hidden_layers=depth, **sizes)
         return {"vae": AutoencoderKLFlux2(**self.sizes["vae"]), "text": text}
 
@@ -138,7 +139,7 @@ class Flux2(Family):
         return {"text_tokens": self.tokenizer([caption.replace("[IMG]", "") for caption in captions])}
 
     def read_tokenizers(self, folder: Path) -> None:
-        """The table of words is published with the weights; random ones read bytes."""
+        """Read the tokenizer of published weights; with random weights each byte is a token."""
         path, template = folder / "tokenizer", TEMPLATES[self.model]
         self.tokenizer = LanguageTokenizer(self.num_tokens, self.pad, None, template, path, padding_side=None)
 

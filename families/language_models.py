@@ -18,19 +18,19 @@ from weights.encoder_networks import TOKENIZER_FILE, read_tokenizer
 from weights.ldm_names import TRANSFORMERS_STEMS, NetworkNames, network_in_folder
 
 FIRST_BYTE = 256
-"""The first of the tokens that stand for bytes; smaller numbers are free for the marks of published tokenizers."""
+"""The first of the tokens that stand for bytes; smaller numbers are free for the special tokens of published tokenizers."""
 BYTE_VOCABULARY = FIRST_BYTE + 256
 PREFIX = FIRST_BYTE - 1
 """The token of a tokenizer's `prefix`."""
 
 
 class LanguageTokenizer:
-    """Captions -> tokens, (B, L): the start mark where the model has one, the text in its template, padding; cut at the end.
+    """Captions -> tokens, (B, L): the start token if the model has one, the text in its template, padding; cut at the end.
 
     Args:
         length: L.
         pad: the token of padding.
-        start: the start mark of random weights; a published tokenizer adds its own. None: none.
+        start: the start token of random weights; a published tokenizer adds its own. None: none.
         template: the text around a caption, which is at {}.
         prefix: a text before captions that is a single token where bytes are the others, so that tests are fast.
         folder: a published tokenizer's; None: bytes.
@@ -66,8 +66,8 @@ class LanguageTokenizer:
         return tokens
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's tokens, of any number, with the start mark."""
-        if self._published is not None:  # a template has all marks
+        """Return a text's tokens, of any number, with the start token."""
+        if self._published is not None:  # a template has all special tokens
             return self._published.encode(text, add_special_tokens=self.template == "{}").ids
         start = [] if self.start is None else [self.start]
         if self.prefix and text.startswith(self.prefix):

@@ -262,7 +262,7 @@ def comfyui_tensors(model: LatentDiffusion) -> dict[str, Tensor]:
     assert model.adapter is not None
     if (prefix := COMFYUI_PREFIXES.get(model.family.name)) is None:
         problem = f"lora: comfyui, but ComfyUI does not find the layers of {model.family.name} by their names here"
-        raise ConfigError([f"{problem}. Possible for {', '.join(COMFYUI_PREFIXES)}. Say lora=separate."])
+        raise ConfigError([f"{problem}. Possible for {', '.join(COMFYUI_PREFIXES)}. Set lora=separate."])
     adapter_tensors = {}
     for name, parameter in model.denoiser.named_parameters():
         if parameter.requires_grad:

@@ -56,9 +56,9 @@ class ObjectiveConfig:
             return problems
         if resolved.prediction != "v":
             text = f"true, but the prediction is {resolved.prediction}, and pure noise says nothing of epsilon"
-            problems.append(("objective.zero_terminal_snr", f"{text}. Say objective.prediction=v."))
+            problems.append(("objective.zero_terminal_snr", f"{text}. Set objective.prediction=v."))
         if resolved.weighting == "min_snr":
-            text = "min_snr weights a step without signal with 0. Say objective.weighting=none with zero_terminal_snr."
+            text = "min_snr weights a step without signal with 0. Set objective.weighting=none with zero_terminal_snr."
             problems.append(("objective.weighting", text))
         return problems
 

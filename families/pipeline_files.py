@@ -147,7 +147,7 @@ def cast_for_storage(name: str, tensor: Tensor, dtype: str) -> Tensor:
     is_float = tensor.is_floating_point()
     stored = tensor.detach().to("cpu", DTYPES[dtype] if is_float else tensor.dtype).contiguous()
     if dtype == "fp16" and not torch.isfinite(stored).all() and torch.isfinite(tensor).all():
-        raise ValueError(f"dtype: fp16, but {name} has values beyond 65,504. Say dtype=bf16, or fp32.")
+        raise ValueError(f"dtype: fp16, but {name} has values beyond 65,504. Set dtype=bf16, or fp32.")
     return stored
 
 

@@ -1,9 +1,10 @@
-"""Sana: transformers with linear attention on DC-AE's latents of 32 x 32 px, trained as a rectified flow; Gemma 2 reads.
+"""Sana: transformers with linear attention on DC-AE's latents of 32 x 32 px, trained as a rectified flow; Gemma 2
+encodes the text.
 
 Xie et al. 2024 (arXiv:2410.10629): the configurations of Efficient-Large-Model/Sana_..._diffusers, and diffusers'
-SanaPipeline. Gemma reads a caption after the instruction of section 3.3, whose states are dropped but the start mark's. The
-empty caption has no instruction, as in the pipeline's unconditional call and the authors' null embedding. For random weights
-the instruction is one token.
+SanaPipeline. Gemma reads a caption after the instruction of section 3.3, whose states are dropped, except the start token's.
+The empty caption has no instruction, as in the pipeline's unconditional call and the authors' null embedding. For random
+weights the instruction is one token.
 
     variant   parameters
     1600m     1.6 B

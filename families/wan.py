@@ -1,4 +1,5 @@
-"""Wan 2.1 and 2.2: transformers of up to 14 B parameters on video latents, trained as a rectified flow; UMT5 reads.
+"""Wan 2.1 and 2.2: transformers of up to 14 B parameters on video latents, trained as a rectified flow; UMT5
+encodes the text.
 
 Wan Team 2025 (arXiv:2503.20314): the Wan-AI/Wan2.1-...-Diffusers models and Wan2.2-TI2V-5B-Diffusers, their configurations,
 and diffusers' pipelines.
@@ -217,7 +218,7 @@ class Wan(VideoFamily):
         return {"umt5_tokens": self.umt5_tokenizer([clean_caption(caption) for caption in captions])}
 
     def read_tokenizers(self, folder: Path) -> None:
-        """UMT5's table of words is published with its weights; random ones read bytes."""
+        """Read the tokenizer of published weights; with random weights each byte is a token."""
         self.umt5_tokenizer = T5Tokenizer(self.num_tokens, folder / "tokenizer" / TOKENIZER_FILE)
 
     def save_tokenizers(self, folder: Path) -> dict[str, str]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The ranks of one node: Composer's launcher, with the rendezvous of the other nodes' from variables.
+# The ranks of one node: Composer's launcher, with the rendezvous set by variables.
 #
 #   launch/ranks.sh [PROGRAM.py] [RUN.yaml] [key=value ...]
 #
@@ -9,8 +9,8 @@
 # RANK_LOGS        folder of rankN.txt, what each rank says; rank 0 stays on this script's own output
 #
 # Composer's launcher gives its ranks 30 seconds after SIGTERM, too little for some checkpoints, and dies of SIGUSR1 without a
-# word to them. Here the ranks hear both, write a checkpoint at the next batch edge and end. Exit code: the launcher's; 143 and
-# 138 say that the run was stopped so, also before its ranks could hear it, 2 that it cannot run.
+# word to them. Here the ranks hear both, write a checkpoint at the next batch edge and end. Exit code: the launcher's; 143
+# and 138: stopped by that signal, also during startup; 2: it cannot run.
 set -uo pipefail
 # shellcheck source=launch/waiting.sh
 source "$(dirname "${BASH_SOURCE[0]}")/waiting.sh"

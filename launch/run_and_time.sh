@@ -9,7 +9,7 @@
 #   sbatch --nodes=$DGXNNODES --time=$WALLTIME --gpus-per-node=$DGXNGPU launch/slurm_container.sbatch launch/run_and_time.sh
 #
 # launch/mlperf.py says what the variables mean. It ends with the line RESULT,stable_diffusion,SECONDS,USER,BEGIN, and
-# with the code of the first command that did not end well.
+# with the code of the first command that failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 # shellcheck source=launch/waiting.sh

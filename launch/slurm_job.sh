@@ -41,7 +41,7 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
   : "${MASTER_ADDR:=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
   : "${MASTER_PORT:=$((20000 + (SLURM_JOB_ID * 8 + restarts % 8) % 12000))}"  # below the ports that the kernel hands out
   while (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; do
-    say "port $MASTER_PORT is in use on $MASTER_ADDR: the next one is taken"
+    say "port $MASTER_PORT is in use on $MASTER_ADDR; trying the next one"
     MASTER_PORT=$((MASTER_PORT + 1))
   done
   export MASTER_ADDR MASTER_PORT
@@ -50,7 +50,7 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
   srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 bash -c 'for place in "$@"; do [ -e "$place" ] || { echo "$SLURMD_NODENAME: $place is not seen here, but on the first node. Wanted: a folder that all nodes share, for the checkout and for LOGDIR." >&2; exit 2; }; done' task "$PWD/launch/ranks.sh" "$RANK_LOGS" ||
     refuse "not all nodes see the same folders: see above"
 fi
-# Of the time before the limit a checkpoint may take all but a bit; Slurm gives as little after a cancel, but what is cut off is no checkpoint.
+# A checkpoint may take most of the time before the limit. After a cancel it may be cut off, and is then not used.
 grace=save.grace_sec=${GRACE_SEC:-150}
 
 # --- the steps ---

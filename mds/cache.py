@@ -47,7 +47,7 @@ POLL_SEC = 0.01  # between two looks at another process's progress
 ROOM_SEC = 0.1  # the same while the cache is full of shards that are being fetched
 FAILURE_BYTES = 4096
 MARK_FILE, STATE_FILE = ".in_use", ".cache_state"
-IN_USE = "data.local: {} is in use by a run that reads another data set. Give each data set a separate folder."
+IN_USE = "data.local: {} is in use by a run that reads another dataset. Give each dataset a separate folder."
 MAX_TRIED = 64  # candidates for an eviction in a folder: other runs may be fetching some of them
 
 

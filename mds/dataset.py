@@ -131,12 +131,12 @@ def column_problem(dataset: Dataset, encodings: Mapping[str, str]) -> str | None
     expected = {**KINDS[dataset.kind], **(encodings if dataset.kind == "moments" else {})}
     expected |= {"captions": "json"} if "captions" in dataset.columns else {}
     if missing := [name for name in expected if name not in dataset.columns]:
-        return f"{dataset.location} has no column {', '.join(missing)}. Make the stage again."
+        return f"{dataset.location} has no column {', '.join(missing)}. Rebuild the dataset."
     stored = dict(zip(dataset.columns, dataset.encodings, strict=True))
     for name, encoding in expected.items():
         if not stored[name].startswith(encoding) or (name in encodings and stored[name] != encoding):
             problem = f"{dataset.location} has a column {name} of {stored[name]}, this run reads {encoding}"
-            return f"{problem}. Make the stage again."
+            return f"{problem}. Rebuild the dataset."
     return None
 
 
@@ -239,7 +239,7 @@ def split_address(address: str) -> tuple[str, str]:
 def _check_metadata(where: str, location: str, metadata: Mapping[str, Any], index: Index) -> None:
     """Look at what dataset.json says of every dataset. Raises ValueError."""
     is_adopted = metadata.get("columns") is not None
-    advice = f"Adopt the data set again: {ADOPT_COMMAND} {location}" if is_adopted else REMAKE
+    advice = f"Adopt the dataset again: {ADOPT_COMMAND} {location}" if is_adopted else REMAKE
     of_index = metadata.get("index_sha256")
     if metadata.get("schema") == METADATA_SCHEMA and of_index != index.sha256:
         raise ValueError(
@@ -344,10 +344,10 @@ def fetch_side_file(dataset: Dataset, name: str, expected_digest: str, folder: s
     try:
         digest = file_digest(path)
     except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}; dataset.json names it. Copy it anew.") from error
+        raise ValueError(f"{source} cannot be read: {error.strerror}; dataset.json names it. Copy it again.") from error
     if digest != expected_digest:
         raise ValueError(
-            f"{source} is damaged: its {HASH} is {digest}, dataset.json says {expected_digest}. Copy it anew."
+            f"{source} is damaged: its {HASH} is {digest}, dataset.json says {expected_digest}. Copy it again."
         )
     return path
 
@@ -369,7 +369,7 @@ def write_metadata(folder: Path, kind: str, metadata: dict[str, Any]) -> None:
 #
 #     keys.u64    a little-endian uint64 for each sample, sorted: xxh3_64 of its key, a zero byte and its caption
 #
-# The caption belongs to it: img2dataset numbers the samples of every data set alike. dataset.json has the file's digest
+# The caption belongs to it: img2dataset numbers the samples of every dataset alike. dataset.json has the file's digest
 # (`keys_xxh64`). A stage that was made before, or by others, has neither.
 
 KEYS_FILE = "keys.u64"

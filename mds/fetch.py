@@ -49,7 +49,7 @@ INDEX = "index.json"
 PATIENCE_SEC = 600.0
 LOG_INTERVAL_SEC = 30.0
 # Waits between tries at what a store says is not there (all of them: half a minute), or gives with another digest (all but
-# the last): a store that is starting, or an object that is being written anew, becomes right in the meantime.
+# the last): a store that is starting, or an object that is being written again, becomes right in the meantime.
 RETRY_WAITS_SEC = (1.0, 2.0, 4.0, 8.0, 15.0)
 LONGEST_WAIT_SEC = 10.0
 DISK_ERRORS = {errno.EIO, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}
@@ -180,7 +180,7 @@ def download_with_retries(
                 if not is_wanted():
                     raise FetchCancelled(f"data: {reason}") from error
                 if waited_sec >= patience_sec:
-                    waited = f"waited for {waited_sec:.0f} s" + (f" ({limit}={patience_sec:g})" if limit else "")
+                    waited = f"Waited for {waited_sec:.0f} s" + (f" ({limit}={patience_sec:g})" if limit else "")
                     raise StreamFailure(f"data: {reason} {waited}.") from error
                 wait_sec = min(wait_sec, patience_sec - waited_sec)
             until = time.monotonic() + wait_sec
@@ -196,7 +196,9 @@ def _raise_disk_error(error: BaseException | None, local: Path) -> None:
             is_own = bool(name) and (name.startswith(str(local)) or str(local).startswith(name))
             if is_own or error.errno in DISK_FULL_ERRORS or (not name and error.errno in (errno.EIO, errno.EROFS)):
                 text = f"data.local: {name if is_own else local}: {error.strerror}, while {local.name} was written"
-                raise StreamFailure(f"{text}. Make room, or give another folder or data.cache_limit.") from error
+                raise StreamFailure(
+                    f"{text}. Check its space and permissions, or set another data.local or data.cache_limit."
+                ) from error
         error = error.__cause__ or error.__context__
 
 
@@ -339,12 +341,12 @@ class RetryingStream:
             except FileNotFoundError as error:
                 if self.remote is not None:
                     raise
-                raise StreamFailure(f"data: {path} is missing. Make the stage again, or copy it anew.") from error
+                raise StreamFailure(f"data: {path} is missing. Rebuild the dataset, or copy it again.") from error
             except DamagedFile as error:
                 damaged = error
             problem = f"{path.parent / Path(damaged.name).name if damaged.name else path} is damaged: {damaged}"
             if self.remote is None:
-                raise StreamFailure(f"data: {problem}. Make the stage again, or copy it anew.")
+                raise StreamFailure(f"data: {problem}. Rebuild the dataset, or copy it again.")
             for wrong in (path, Path(f"{path}.tmp")):
                 wrong.unlink(missing_ok=True)
             if tries < len(RETRY_WAITS_SEC):
@@ -355,7 +357,7 @@ class RetryingStream:
                 raise FetchCancelled(f"data: {problem}")
         source = f"{self.remote}/{damaged.name or name}"
         raise StreamFailure(
-            f"data: {source} is damaged: {damaged}, in {tries + 1} tries. Make the stage again, or copy it anew."
+            f"data: {source} is damaged: {damaged}, in {tries + 1} tries. Rebuild the dataset, or copy it again."
         )
 
     def _download_file(self, name: str) -> Path:

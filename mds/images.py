@@ -146,7 +146,7 @@ def _from_pixels(data: bytes) -> Image.Image:
 def _decode_jpeg(image: Image.Image, data: bytes) -> Tensor | None:
     """Decode by torchvision, in 0.7 of PIL's time; None: PIL decides.
 
-    PIL's libjpeg and torchvision's agree on every pixel of grey, 4:4:4, 4:2:2 and 4:2:0, baseline or progressive; of 4:4:0
+    PIL's libjpeg and torchvision's agree on every pixel of gray, 4:4:4, 4:2:2 and 4:2:0, baseline or progressive; of 4:4:0
     they do not, and they smooth a progressive file that lacks scans each in its way. A file that lacks its end, or has
     another marker before it, is PIL's: torchvision 0.25 refuses most such files too, but keeps their memory for ever.
     """
@@ -387,7 +387,7 @@ def resize_name(dtype: torch.dtype) -> str:
 def resize_and_crop(
     pixels: Tensor, size: ImageSize, dtype: torch.dtype = torch.uint8, at: tuple[int, int] | None = None
 ) -> Tensor:
-    """# uint8 (3, h, w) -> (3, H, W): scaled so that it just covers `size`, then cut to it, by default around its centre.
+    """# uint8 (3, h, w) -> (3, H, W): scaled so that it just covers `size`, then cut to it, by default around its center.
 
     In float32 this is ToTensor, Resize(512, bicubic) and CenterCrop(512) of torchvision, as mlcommons/training has them
     (retired_benchmarks/stable_diffusion, webdataset_images2latents.py). Antialias is pinned: torchvision's own default has
@@ -396,7 +396,7 @@ def resize_and_crop(
     Args:
         size: (width, height), px.
         dtype: uint8, or float32 for values / 255 that are not rounded.
-        at: (left, top) of the crop in the scaled image, px, at most `max_crop_offset`; None: its centre.
+        at: (left, top) of the crop in the scaled image, px, at most `max_crop_offset`; None: its center.
     """
     covering = covering_size(size_of(pixels), size)
     # As torchvision: 0.5 to the even one.

@@ -24,8 +24,8 @@ from mds.adopted import AdoptedColumns, adopted_columns_problem
 from mds.fetch import HASH, INDEX
 from mds.shard_table import ShardTable, TableWriter
 
-REMAKE_ADOPTED = "Others have written it: copy it anew, or write it again with streaming's MDSWriter."
-REMAKE = "Make the stage again: python -m prepare.shards --help"
+REMAKE_ADOPTED = "It is a third-party dataset: copy it again, or rewrite it with streaming's MDSWriter."
+REMAKE = "Rebuild the dataset: python -m prepare.shards --help"
 MDS_VERSION = 2
 COMPRESSIONS = sorted(get_compressions())  # zstd, zstd:1 and so on
 MAX_COUNT = 2**32 - 1  # a shard's rows, and the bytes of it, are counted in uint32
@@ -127,13 +127,13 @@ def fits_in_memory(num_bytes: int) -> bool:
 
 
 def check_memory(where: str, num_bytes: int) -> None:
-    """Raise ValueError where an index is not readable."""
+    """Raise ValueError if an index does not fit into memory."""
     if not fits_in_memory(num_bytes):
         need, free = (max(0, size) / 2**30 for size in (READ_PER_BYTE * num_bytes, read_host_bytes()[1]))
         problem = (
             f"{where} has {num_bytes / 2**30:.3g} GiB: to read it takes about {need:.3g}, and {free:.3g} are free here"
         )
-        advice = "Use a machine with more memory, or make the stage again with larger shards (shard_size)"
+        advice = "Use a machine with more memory, or rebuild the dataset with larger shards (shard_size)"
         raise ValueError(f"{problem}. {advice}.")
 
 

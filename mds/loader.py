@@ -107,7 +107,7 @@ class Loader(DataLoader):
         examples = "; ".join(f"{to_printable(key)}: {reason}" for key, reason in list(bad_samples.values())[:5])
         raise ValueError(
             f"data.max_bad_samples: {len(bad_samples)} samples cannot be used, {self.max_bad_samples} are allowed. First: "
-            f"{examples}. Raise data.max_bad_samples, or make the stage again without them."
+            f"{examples}. Raise data.max_bad_samples, or rebuild the dataset without them."
         )
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:

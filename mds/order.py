@@ -116,7 +116,7 @@ def choose_samples(epoch: Epoch) -> tuple[Array, Array]:
     chosen, at = np.empty_like(sizes), 0
     for num_shards, choose in epoch.streams:
         of_stream = slice(at, at + num_shards)
-        # Without shuffling each epoch picks the same shards; samples of a shard are chosen anew in any case.
+        # Without shuffling each epoch picks the same shards; samples of a shard are chosen again in any case.
         picks_seed = seed if epoch.shuffle else epoch.seed
         chosen[of_stream] = _count_by_shard(sizes[of_stream], choose, epoch.granularity, picks_seed)
         at += num_shards

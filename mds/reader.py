@@ -368,7 +368,7 @@ class BatchDataset(IterableDataset):
             except SampleError as error:
                 bad.append((candidate, str(self[candidate].get("key", candidate)), str(error)))
         examples = "; ".join(f"{to_printable(key)}: {reason}" for _, key, reason in bad[:3])
-        raise ValueError(f"data: no sample of shard {shard_id} can be used ({examples}, ...). Make the stage again.")
+        raise ValueError(f"data: no sample of shard {shard_id} can be used ({examples}, ...). Rebuild the dataset.")
 
     # --- failures of a process ---
 

@@ -16,7 +16,7 @@ from streaming.base.format.mds.encodings import mds_decode
 from mds.fetch import StreamFailure
 from mds.shard_table import Shard
 
-DAMAGED = "If it lies in data.local, remove that folder; otherwise make the stage again."
+DAMAGED = "If it lies in data.local, remove that folder; otherwise rebuild the dataset."
 
 
 START_BYTES = 4096  # of a row: as much as is read to know where its columns begin

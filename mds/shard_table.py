@@ -101,11 +101,11 @@ class TableWriter:
         self.texts: tuple[list[str], list[str], list[str]] = [], [], []  # names, hashes, compressed files
 
     def has_kind(self, shard: Mapping[str, Any]) -> bool:
-        """True where an entry with the same in common is there."""
+        """True if an entry of this kind was added."""
         return _kind(shard) in self.kinds
 
     def add(self, shard: Mapping[str, Any]) -> None:
-        """Add an entry that has been looked at."""
+        """Add an entry that has been checked."""
         raw, packed = shard["raw_data"], shard["zip_data"]
         self.kind_numbers.append(self.kinds.setdefault(_kind(shard), len(self.kinds)))
         self.raw_bytes.append(raw["bytes"])

@@ -49,7 +49,7 @@ class S3Client:
     """Reports a dead store within seconds; `download_with_retries` waits and logs it.
 
     Several threads download with one client, which boto3 allows: each has a connection of its pool. After `clean_up` by one
-    whose download failed the next download makes a client anew; the others end theirs with the old one.
+    whose download failed the next download makes a new client; the others end theirs with the old one.
 
     Args:
         attempts: of each request, for a caller that does not wait.
@@ -128,7 +128,7 @@ class S3Client:
         return {"Bucket": parts.netloc, "Key": parts.path.lstrip("/"), **payer}
 
     def _connect(self, timeout: float, unsigned: bool = False) -> Any:
-        """Return the client of this process; the first thread makes it. `unsigned`: make it anew, without credentials."""
+        """Return the client of this process; the first thread makes it. `unsigned`: make it again, without credentials."""
         with self._lock:
             if self._client is None or unsigned or self._process != os.getpid():  # a forked one has its own sockets
                 self._client = s3_client(timeout, self.attempts, unsigned=unsigned)
@@ -283,7 +283,7 @@ KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile in AWS_PROFI
 
 
 class Reason(NamedTuple):
-    """What an error means, what to do, and whether the same may do well later; None: of a run that has read before alone."""
+    """What an error means, what to do, and whether a retry may work; None: only in a run that has already read data."""
 
     meaning: str
     advice: str
@@ -297,7 +297,7 @@ REASONS = {
         "the credentials are incomplete ({error})", f"Set {KEYS}"
     ),
     "ProfileNotFound": Reason("{error}", "Set AWS_PROFILE to a profile of ~/.aws, or take it out"),
-    "InvalidRegionError": Reason("the region is none ({error})", "Set AWS_DEFAULT_REGION to one such as us-east-1"),
+    "InvalidRegionError": Reason("the region is invalid ({error})", "Set AWS_DEFAULT_REGION to one such as us-east-1"),
     "SSLError": Reason(
         "TLS failed with {endpoint} ({error})",
         "Write http:// in S3_ENDPOINT_URL if it speaks plain HTTP, or set AWS_CA_BUNDLE to its authority's file",
@@ -307,7 +307,7 @@ REASONS = {
     ),
     "ProxyConnectionError": Reason("the proxy does not answer ({error})", "Check HTTPS_PROXY and NO_PROXY", None),
     "ConnectTimeoutError ReadTimeoutError TimeoutError RequestTimeout": Reason(
-        "{endpoint} does not answer", "Check that it is a store, and that no firewall stands before it", True
+        "{endpoint} does not answer", "Check that it is a store, and that no firewall blocks it", True
     ),
     "EndpointConnectionError ConnectionRefusedError NoValidConnectionsError": Reason(
         "nothing listens at {endpoint}", "Check the port in S3_ENDPOINT_URL, and that the store runs", True
@@ -324,14 +324,14 @@ REASONS = {
         "the session token is not valid, or has expired", "Get a new AWS_SESSION_TOKEN, or take it out", None
     ),
     "AccessDenied AllAccessDisabled AccountProblem 403": Reason(
-        "these credentials may not do that there, or what is asked for is not there and they may not know it",
+        "access is denied, or it does not exist and these credentials may not list the bucket",
         "Ask for s3:GetObject and s3:ListBucket on bucket '{bucket}', to write also for s3:PutObject and s3:DeleteObject",
     ),
     "PermanentRedirect AuthorizationHeaderMalformed 301 307": Reason(
         "the bucket lies in another region", "Set AWS_DEFAULT_REGION to it"
     ),
     "NoSuchKey 404 400": Reason("{endpoint} does not have it", "Check the address"),
-    f"SlowDown ServiceUnavailable {BUSY}": Reason("{endpoint} has too much to do", "Try again later", True),
+    f"SlowDown ServiceUnavailable {BUSY}": Reason("{endpoint} is overloaded", "Try again later", True),
 }
 NOT_THERE = ("400", "403", "404", "NoSuchKey")  # answers without a reason
 HOPELESS = (
@@ -356,11 +356,11 @@ def address_problem(location: str) -> str | None:
         return None
     problem, advice = None, f"Write {FORMS.get(scheme, f'{scheme}://...')}"
     if not location.isprintable() or location != location.strip():
-        masked, problem = repr(masked), "has a blank at an end, or a character that cannot be seen"
+        masked, problem = repr(masked), "has a space at an end, or a character that does not print"
     elif mark := next((mark for mark in "#?" if mark in location), None):
         problem = f"has a '{mark}', and what follows it would be left out"
     elif scheme == "hf" and not re.match(r"hf://datasets(/[^/]+){2}", location):
-        problem = "names no dataset of a hub"
+        problem = "is not the address of a hub dataset"
     elif scheme in FORMS and not parts.netloc:
         problem = f"names no {'host' if scheme == 'sftp' else 'bucket'}"
     elif scheme == "s3" and "@" in parts.netloc:
@@ -369,7 +369,7 @@ def address_problem(location: str) -> str | None:
         problem = "is an address as a record shows it, without its password"
         advice = masking.secret_advice(masked)
     elif scheme == "s3" and not S3_BUCKET.fullmatch(parts.netloc):
-        problem = "names no bucket that can be"
+        problem = "has an invalid bucket name"
         advice = f"{advice}; the server's address goes into S3_ENDPOINT_URL"
     elif scheme == "s3" and (server := _wrong_server()):
         problem = f"cannot be read: {server} is no address"

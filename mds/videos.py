@@ -7,7 +7,7 @@
     batch     videos uint8 (B, 3, F, H, W), text columns int64 (B, L), "bad": [...]
 
 Times are seconds from the video's first frame. A timestamp is only as exact as its file's clock: one that lies a tick of it
-later than a frame's time, and no more than a millisecond, counts as that time. Pixels are taken as square; colours are
+later than a frame's time, and no more than a millisecond, counts as that time. Pixels are taken as square; colors are
 FFmpeg's, without a tone curve for HDR.
 """
 
@@ -277,7 +277,7 @@ class _Video:
 
 
 def _is_cover_art(track: VideoStream) -> bool:
-    """True for the image of a piece of music."""
+    """True for embedded cover art."""
     from av.stream import Disposition
 
     return Disposition.attached_pic in track.disposition
@@ -324,7 +324,7 @@ def read_clip(
     width, height, num_frames = size
     stored_frames, fps = int(sample["num_frames"]), float(sample["fps"])
     if stored_frames < 1 or not math.isfinite(fps):
-        raise SampleError("number or rate of frames is none")
+        raise SampleError("invalid number or rate of frames")
     times = clip_times(stored_frames, fps, frames=num_frames, rate=rate, position=position)
 
     def make(pixels: Tensor) -> Tensor:  # (3, h, w) -> (H, W, 3)
@@ -369,7 +369,7 @@ class VideosDataset(BatchDataset):
         self.memory = BatchMemory()
 
     def read_batch(self, sample_ids: np.ndarray) -> dict[str, Any]:
-        """Decode, scale and cut the clips, and tokenise their captions in one call."""
+        """Decode, scale and cut the clips, and tokenize their captions in one call."""
         ids = sample_ids.tolist()
         width, height, num_frames = self.sizes[self.stream_of(ids[0])]
         # A pixel's three levels lie together, as in the frames: a worker would take long to part them, a device does not.

@@ -229,8 +229,8 @@ def check_devices(ranks_here: int) -> Findings:
     if ranks_here < num:
         yield Finding(
             WARNING,
-            f"{num} GPUs and {pluralize(ranks_here, 'rank')}: the others stand idle. composer -n {num} takes all; what that "
-            f"needs: WORLD_SIZE={num} LOCAL_WORLD_SIZE={num} python -m prepare.doctor ...",
+            f"{num} GPUs and {pluralize(ranks_here, 'rank')}: the others are idle. composer -n {num} uses all; to check "
+            f"that: WORLD_SIZE={num} LOCAL_WORLD_SIZE={num} python -m prepare.doctor ...",
         )
     for index in range(min(ranks_here, num)):
         try:
@@ -341,7 +341,7 @@ def compare_shared_memory(batch_gib: float, num_batches: int) -> Findings:
     if need > free:
         yield Finding(ERROR, f"/dev/shm: {summary}. A worker would die of a bus error. {fixes}.", keys)
     elif need > 0.5 * free:
-        yield Finding(WARNING, f"{summary}: little more than that. {fixes}.")
+        yield Finding(WARNING, f"{summary}: that leaves little. {fixes}.")
     yield Finding(OK, summary)
 
 
@@ -472,7 +472,7 @@ def check_schedule(case: CheckedRun) -> Findings:
         yield Finding(WARNING, f"measure.warmup_batches: {few} of {num:,} batches: no speed is measured. Lower it.")
     every = run.save.every_images or 0
     if not run.save.is_on and not run.data.synthetic:
-        text = "save.every_images: 0: a stopped run begins anew. Give an interval, unless that is intended."
+        text = "save.every_images: 0: a stopped run starts over. Give an interval, unless that is intended."
         yield Finding(WARNING, text)
     if every > images and not run.save.every_min:
         text = f"save.every_images: {every:,} is more than the run ({length}): one checkpoint, at its end. Lower it, unless"
@@ -483,7 +483,7 @@ def check_schedule(case: CheckedRun) -> Findings:
 
 
 def held_gib(folder: Path, kind: str) -> float:
-    """Return what a run's files of a kind take, which are replaced by later ones, or part of what it will have."""
+    """Return the size of a run's checkpoints of a kind, GiB."""
     return sum(count_file_bytes(path) for path in list_checkpoints(folder.absolute() / "checkpoints", kind)) / 2**30
 
 
@@ -541,7 +541,7 @@ def _check_room(needs: Sequence[Need]) -> Findings:
         if gib > free:
             yield Finding(ERROR, f"disk: {text}. Make room. {'; '.join(dict.fromkeys(fixes))}.", ROOM_KEYS)
         elif gib > 0.9 * free:
-            yield Finding(WARNING, f"{text}: little more than that.")
+            yield Finding(WARNING, f"{text}: that leaves little.")
         else:
             yield Finding(OK, text)
     if not by_disk:
@@ -570,7 +570,7 @@ def _check_begun(case: CheckedRun, folder: Path) -> Findings:
             yield Finding(ERROR, text)
         return
     if result is not None:
-        text = f"{folder} is finished (max_duration={case.config.max_duration}). Raise it, or take another run_name."
+        text = f"{folder} is finished (max_duration={case.config.max_duration}). Raise max_duration, or use another run_name."
         yield Finding(WARNING, text)
         return
     checkpoints = list_checkpoints(folder / "checkpoints", FULL)
@@ -581,9 +581,9 @@ def _check_begun(case: CheckedRun, folder: Path) -> Findings:
         )
     damaged = [*checkpoints, *(folder / "checkpoints").glob(f"{FULL}*.damaged")]
     if newest is None and damaged:
-        text = f"checkpoints: every one of the {len(damaged)} full checkpoints in {folder / 'checkpoints'} is damaged. Bring "
-        yield Finding(ERROR, f"{text}back a copy, or take another run_name to begin anew.")
-    begins = "has no checkpoint yet: it begins anew"
+        text = f"checkpoints: every one of the {len(damaged)} full checkpoints in {folder / 'checkpoints'} is damaged."
+        yield Finding(ERROR, f"{text} Restore a copy, or use another run_name to start over.")
+    begins = "has no checkpoint yet: it starts over"
     yield Finding(OK, f"{folder} {f'resumes from {newest.name}, which is whole' if newest else begins}")
 
 
@@ -631,9 +631,9 @@ def findings_of(check: Check, case: CheckedRun) -> list[Finding]:
 
 
 def check(config: RunConfig) -> list[Problem]:
-    """Return every problem that can be found before anything is built; of the datasets on a machine's first rank alone.
+    """Return every problem that can be found before anything is built; datasets on a machine's first rank only.
 
-    Where a container has no GPUs, that alone: the others come of it.
+    In a container without GPUs only that is returned: it causes the others.
     """
     if text := missing_gpus():
         return [Problem(text, ())]

@@ -200,7 +200,7 @@ def _evaluation_problems(config: RunConfig, family: Family | None) -> Iterator[t
     """Yield what keeps a run from being evaluated: no weights or snapshots for it, or a run that is too short."""
     intervals = _intervals(config.eval, config.validation, config.samples, config.global_batch_size)
     if intervals and config.eval.weights == "ema" and not config.ema.enabled:
-        text = "ema, but the run keeps no EMA weights. Say ema.enabled=true (--use_ema), or eval.weights=training."
+        text = "ema, but the run keeps no EMA weights. Set ema.enabled=true (--use_ema), or eval.weights=training."
         yield "eval.weights", text
     if "eval" in intervals:
         yield from _scoring_problems(config.eval, config.save.snapshot_every_images, intervals["eval"][0])
@@ -359,7 +359,7 @@ def _stage_problem(family: Family, stage: str) -> str | None:
     if stage in ("moments", family.media):
         return None
     problem = f"{stage}, but {family.name} is trained on {family.media}"
-    return f"{problem}. Say data.stage={family.media}, or moments."
+    return f"{problem}. Set data.stage={family.media}, or moments."
 
 
 def _video_problems(
@@ -368,7 +368,7 @@ def _video_problems(
     if keys.channels_last:
         yield "channels_last", "true, but a video's tensors have five dimensions. Leave it out."
     if eval_when != "off":
-        text = "but FID and CLIP score are of images. Say eval.when=off, and give validation.remote."
+        text = "but FID and CLIP score are of images. Set eval.when=off, and give validation.remote."
         yield "eval.when", f"{eval_when}, {text}"
     if draws_samples and family.image_columns(size):
         text = "given, but image to video starts from a first frame, and prompts are captions alone. Leave it out."
@@ -461,7 +461,7 @@ def _scoring_problems(
 # --- a run that writes an MLPerf log ---
 
 FIX_VALUE = "Use the reference's value, or mlperf.division=open."
-OWN_CLASS = "Leave it out, or say mlperf.division=open."
+OWN_CLASS = "Leave it out, or set mlperf.division=open."
 FIX_DATA = "Give the whole dataset, or mlperf.division=open for a subset."
 
 
@@ -519,7 +519,7 @@ def _missing_scores(evaluation: EvalConfig, target: TargetConfig) -> list[tuple[
     keys = ("prompts", "statistics", "inception", "clip")
     missing = [f"eval.{key}" for key in keys if getattr(evaluation, key) is None]
     if evaluation.when == "off":
-        return [("eval.when", "nothing is evaluated. Say eval.when=after, or in_training.")]
+        return [("eval.when", "nothing is evaluated. Set eval.when=after, or in_training.")]
     if missing:
         return [("eval.prompts", f"{', '.join(missing)}: not given. FID and CLIP score belong in the log.")]
     if kind_of_path(evaluation.prompts or "") != "file":

@@ -383,6 +383,3 @@ def _runs(point: ReferencePoint, ruleset: str, rate: float | None) -> list[str]:
         + (f", {readable_time(images / rate)}" if rate else "")
         for name, images in rows.items()
     ]
-
-
-# --- numbers ---

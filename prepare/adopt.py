@@ -1,4 +1,4 @@
-"""Adopt a third-party MDS data set: name which columns are read, and write dataset.json. Nothing is copied.
+"""Adopt a third-party MDS dataset: name which columns are read, and write dataset.json. Nothing is copied.
 
     python -m prepare.adopt s3://bucket/laion/mds
     python -m prepare.adopt /data/theirs image=picture caption=text,alt_text key=id
@@ -95,7 +95,7 @@ def find_columns(config: AdoptConfig, encodings: Mapping[str, str]) -> AdoptedCo
         key = KEY_OF.get(what, what)
         for name in names:
             if name not in encodings:
-                problems.append(f"{key}: the data set has no column {name}. It has: {has}.")
+                problems.append(f"{key}: the dataset has no column {name}. It has: {has}.")
             elif possible := encoding_problem(what, encodings[name]):
                 problems.append(f"{key}: column {name} is {encodings[name]}. Possible: {possible}.")
         if not names:
@@ -103,7 +103,7 @@ def find_columns(config: AdoptConfig, encodings: Mapping[str, str]) -> AdoptedCo
         if not names and what != "key":
             problems.append(f"{key}: not given, and no column is known by its name. It has: {has}.")
     if max(Counter(itertools.chain.from_iterable(named.values())).values(), default=0) > 1:
-        problems.append("command line: a column is named twice. Each is read as one thing.")
+        problems.append("command line: a column is named twice. Name each once.")
     if problems:
         raise ConfigError(problems)
     return AdoptedColumns(
@@ -252,7 +252,7 @@ def write_metadata(content: Mapping[str, Any], metadata_path: str) -> None:
 
 
 def adopt(remote: str, config: AdoptConfig) -> None:
-    """Adopt the data set at a folder or address.
+    """Adopt the dataset at a folder or address.
 
     Raises:
         ConfigError: it cannot be read as a stage. Refused: it is one. Failed: what was read is damaged; not written.

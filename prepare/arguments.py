@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from common.value_types import text_problem
 from config import load, to_yaml
 
-RESUME_HINT = "What is done stays; the same command resumes from there"
+RESUME_HINT = "Finished work is kept; the same command resumes from there"
 
 
 Config = TypeVar("Config")

@@ -12,7 +12,7 @@ bytes. A run trains in buckets where data.remote is such a set; prepare.latents 
     step         sides are multiples of it, pixels, 8
     max_aspect   sizes longer than this are left out, null: those of SDXL, up to 4
     shard_size   largest size of a shard, 64mb; IN is read in groups of eight times that, which lie in memory
-    metadata     dataset.json of a third-party data set, if it does not lie in IN
+    metadata     dataset.json of a third-party dataset, if it does not lie in IN
 
 If stopped at any point, the same command resumes.
 Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
@@ -71,7 +71,7 @@ class BucketsConfig:
     shard_size: str = size_in_bytes("64mb", 1024, 2**32 - 1, "1kb to 4gb")  # MDS counts in 32 bits
     """Size of a shard."""
     metadata: str | None = None
-    """dataset.json of a third-party data set (prepare.adopt), if it is elsewhere: a file or address."""
+    """dataset.json of a third-party dataset (prepare.adopt), if it is elsewhere: a file or address."""
 
     @property
     def sizes(self) -> list[ImageSize]:

@@ -18,7 +18,7 @@ of these the first N; sorted by id; written by pandas' to_csv with tabs. N is 30
 FLUX.1, which gives row n of the sorted table the timestep n mod 8 in a separate column.
 
 Images are resized by PIL's bicubic straight to a square, without keeping their aspect ratio, and saved with PIL's defaults,
-grey ones as grey ones, as the references do (a JPEG's quality is 75). They are read from the zip; it is never unpacked.
+gray ones as gray ones, as the references do (a JPEG's quality is 75). They are read from the zip; it is never unpacked.
 
 Sources: mlcommons/training, stable_diffusion/scripts/datasets/coco-split-resize.py and coco-2014-validation-split-resize.sh;
 mlcommons/training at 1c759d08, text_to_image/README.md, which names the script of its reference, a fork of

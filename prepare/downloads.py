@@ -1,4 +1,4 @@
-"""Download what others publish: weights, prompts, statistics, data sets; each file compared with its digest.
+"""Download what others publish: weights, prompts, statistics, datasets; each file compared with its digest.
 
     python -m prepare.downloads list                              # what is available, and what is here
     python -m prepare.downloads list moments verify=true          # read every file of a group again
@@ -91,7 +91,7 @@ class Entry:
 
 @dataclass
 class DownloadGroup:
-    """A group of the manifest: files, a list of MLCommons', a model or a data set of the hub, or other groups.
+    """A group of the manifest: files, a list of MLCommons', a model or a dataset of the hub, or other groups.
 
     about: what it is; source: where its facts are from; about_gb: its size as it is published, 10**9 bytes.
     folder: of its files, in the folder that the user gives.
@@ -245,7 +245,7 @@ def fetch_group(name: str, group: DownloadGroup, config: DownloadsConfig) -> str
 
     Raises:
         Failed: some of it is not available; a line each.
-        Refused: see `fetch_all`. WeightsError: a model or data set of the hub is not available.
+        Refused: see `fetch_all`. WeightsError: a model or dataset of the hub is not available.
         OSError: its folder cannot be written.
     """
     if group.model:
@@ -354,7 +354,7 @@ def main(argv: Sequence[str]) -> int:
     if not words:
         problems.append("command line: a GROUP has to be given, or list. python -m prepare.downloads list shows them.")
     if config.verify and not is_list:
-        problems.append("verify: is of list alone, since what is fetched is compared. Leave it out.")
+        problems.append("verify: works only with list; downloads are always verified. Leave it out.")
     if not is_list and (text := write_problem(config.to)):
         problems.append(f"to: {truncate(text, 500)}")
     if problems:

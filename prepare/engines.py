@@ -6,7 +6,7 @@
 by pickle. A part appears whole or not at all (prepare/parts.py), so it does no harm that one is begun twice.
 
 Folders and weights have to lie at the same path on all nodes of a cluster; s3:// works from every node. A worker of a cluster
-is an actor with one CPU, which makes one part at a time. When it dies, Ray starts it anew where there is room, and tries its
+is an actor with one CPU, which makes one part at a time. When it dies, Ray starts it again where there is room, and tries its
 part again. Each actor that waits for room is demand that an autoscaler sees. Workers run this checkout: Ray copies it to the
 nodes, whose environment has to be the same. The variables of stores go to them as stored data, and into no log.
 """
@@ -346,7 +346,7 @@ class RayEngine:
                     yield number, result
 
     def _wait_for(self, actor: Any) -> None:
-        """Wait until an actor runs; where it died, until Ray has started it anew."""
+        """Wait until an actor runs; where it died, until Ray has started it again."""
         self._busy[actor.node.options(max_task_retries=-1).remote()] = actor, _STARTING
 
     def _handle_death(self, number: Any, deaths: int, error: Exception) -> None:

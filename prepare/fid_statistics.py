@@ -78,7 +78,7 @@ def out_problem(out: str, overwrite: bool) -> str | None:
     if path.suffix != ".npz":
         return f"OUT: {out} does not end in .npz. Give a name that does."
     if path.is_dir() or (path.exists() and not overwrite):
-        return f"OUT: {out} exists. Give another name, remove it, or say overwrite=true."
+        return f"OUT: {out} exists. Give another name, remove it, or set overwrite=true."
     if not path.absolute().parent.is_dir():
         return f"OUT: there is no folder {path.parent}. Make it first."
     text = write_problem(path.absolute().parent)

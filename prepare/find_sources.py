@@ -1,4 +1,4 @@
-"""Find the inputs that a SOURCE of the command line names: tars, folders of files, tables, or a Hugging Face data set.
+"""Find the inputs that a SOURCE of the command line names: tars, folders of files, tables, or a Hugging Face dataset.
 
 a file                by its suffix: a Parquet or Arrow file, a CSV file, JSON lines; any other is a tar
 a folder, s3://...    its tars and its folders of images, or, where it has none, its tables, one level deep
@@ -39,7 +39,7 @@ def find_sources(arguments: Sequence[str], keys: HubKeys, folder: Path) -> list[
     """Return the parts that these words stand for, in a fixed order.
 
     Args:
-        keys: which part of a Hugging Face data set.
+        keys: which part of a Hugging Face dataset.
         folder: for copies of tables that lie in a store.
 
     Raises:
@@ -69,12 +69,12 @@ def find_sources(arguments: Sequence[str], keys: HubKeys, folder: Path) -> list[
             sources += _sources_on_disk(Path(word))
     if keys != HubKeys() and not is_hub_source:
         key_name = next(key for key, value in vars(keys).items() if value)
-        raise ValueError(f"{key_name}: no SOURCE is a Hugging Face data set, or a folder of one. Leave it out.")
+        raise ValueError(f"{key_name}: no SOURCE is a Hugging Face dataset, or a folder of one. Leave it out.")
     return sources
 
 
 def hub_name(word: str) -> str | None:
-    """Return OWNER/NAME, or OWNER/NAME@REVISION, of a data set on the hub; None: it is none."""
+    """Return OWNER/NAME, or OWNER/NAME@REVISION, of a dataset on the hub; None: it is none."""
     if word.startswith(HUB):
         return word.removeprefix(HUB).strip("/")
     is_file = PurePosixPath(word).suffix in (*COLUMNAR, *LINES, ".json") or is_tar(word)

@@ -6,7 +6,7 @@
 
 IN: a stage `images` or a set of buckets, or `videos` for a family of videos, a folder or an address in a store. OUT: a folder
 that is new, empty or from the same command, or an address in a store. Images are resized as in training, and cropped at
-their centre; of a video the clip in its middle is taken. The network's other inputs about the images are stored too
+their center; of a video the clip in its middle is taken. The network's other inputs about the images are stored too
 (families/spec.py). Unusable samples are skipped, counted, and listed with their reasons in OUT/skipped.jsonl. A missing or
 damaged shard of IN stops the command.
 
@@ -23,7 +23,7 @@ for this network.
 Keys: model.family preset variant weights, image_size (512, or [width,height]), normalize (symmetric, unit), batch_size
 (16; of videos 1), precision (fp32, tf32, bf16), store_text (false), flip (false: no moments of the mirrored image),
 timestep (false: the metadata's is no column), shard_size (64mb), workers (decoding threads per rank, 4), metadata
-(dataset.json of a third-party data set, if it does not lie in IN). Of videos num_frames (the family's), fps (each video's
+(dataset.json of a third-party dataset, if it does not lie in IN). Of videos num_frames (the family's), fps (each video's
 own); tiling (false), for a VAE that takes too much memory.
 Exit code: 0 if at least one sample was written, 1 if none was or the work failed, 2 if it could not start.
 """
@@ -112,7 +112,7 @@ class LatentsConfig:
     workers: int = limited(4, 1, 512)
     """Decoding threads for each rank or worker."""
     metadata: str | None = None
-    """dataset.json of a third-party data set (prepare.adopt), if it does not lie in IN."""
+    """dataset.json of a third-party dataset (prepare.adopt), if it does not lie in IN."""
 
     @property
     def size(self) -> ImageSize:

@@ -456,7 +456,7 @@ def build_bucket_set_plan(
 
 
 def finish_bucket_set(address: Address, plan: Plan, samples: Mapping[ImageSize, int]) -> None:
-    """Make the finished buckets one data set, if it is not yet. `samples`: of each size; those without any are left out."""
+    """Make the finished buckets one dataset, if it is not yet. `samples`: of each size; those without any are left out."""
     if METADATA_FILE in address.list_files():
         return
     facts = {key: value for key, value in plan.facts.items() if key != "sizes"}

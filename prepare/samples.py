@@ -212,7 +212,7 @@ def check_key(key: str) -> None:
         raise SampleError("key is not UTF-8") from error
     path = PurePosixPath(key)
     if path.is_absolute() or ".." in path.parts:
-        raise SampleError("key climbs out of its tar")
+        raise SampleError("key leads out of its source")
 
 
 def read_captions(sample: Sample, fields: SampleFields) -> list[str]:

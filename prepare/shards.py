@@ -13,7 +13,7 @@ SOURCE, here or at s3://, one of
                                   a key ends at the last dot; not at s3://
     .parquet, .arrow              with the images' bytes, or with paths; a folder of such files
     .csv, .tsv, .jsonl            with paths: relative to the file's folder, absolute, or s3://
-    hf://datasets/OWNER/NAME      a Hugging Face data set on the hub, streamed; or a folder of one, with split=
+    hf://datasets/OWNER/NAME      a Hugging Face dataset on the hub, streamed; or a folder of one, with split=
 A sample's image, captions and key have the names that are usual (jpg, image; txt, caption, text, prompt), or those that
 image=, caption= and key= give: a suffix, a column, or json:FIELD. What was taken is printed. With several captions the stage
 has a column `captions` of all of them, and the first one in `caption`. Everything else becomes `metadata`. URLs are not
@@ -118,15 +118,15 @@ class ShardsConfig(EngineKeys):
     key: str | None = None
     """Column with the key. null: found by its usual names, or made from the names and rows of files."""
     config: str | None = None
-    """Configuration of a Hugging Face data set. null: the only one."""
+    """Configuration of a Hugging Face dataset. null: the only one."""
     split: str | None = None
-    """Split of a Hugging Face data set. null: train, or the only one."""
+    """Split of a Hugging Face dataset. null: train, or the only one."""
     revision: str | None = None
-    """Branch, tag or commit of a data set on the hub; the commit is kept in the plan. null: its main branch."""
+    """Branch, tag or commit of a dataset on the hub; the commit is kept in the plan. null: its main branch."""
     min_side_px: int | None = limited(None, 1, 16384)
     """Least shorter side: of the image, and of what it was resized from if the metadata has that."""
     max_aspect: float | None = limited(None, 1, 1000)
-    """Most that the longer side is of the shorter one, of the same sizes."""
+    """Largest ratio of the longer to the shorter side, of the same sizes."""
     min_similarity: float | None = limited(None, -1, 100)
     """Least similarity of image and caption, which the metadata has to have."""
     similarity: str | None = None

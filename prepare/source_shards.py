@@ -18,7 +18,7 @@ from mds.index import file_in_store
 from mds.shard_table import Shard, build_table
 from prepare.addresses import Address
 
-REMAKE_HINT = "Make that stage again, or copy it anew"
+REMAKE_HINT = "Rebuild that dataset, or copy it again"
 
 
 def map_in_order(
@@ -40,7 +40,7 @@ def open_shard(
     """Return one shard of IN, with its digest checked; fetched to `folder` if IN is a store, or compressed.
 
     Args:
-        adopted: the columns that are read of a third-party data set; its samples are then as those of ours.
+        adopted: the columns that are read of a third-party dataset; its samples are then as those of ours.
             shard["first"] is the number of its first sample.
 
     Raises:
@@ -64,7 +64,7 @@ def open_shard(
     first = entry.pop("first", 0)
     if not all(map(is_mds_encoding_safe, shard["column_encodings"])):
         unsafe = f"IN: {address.location}/{shard['raw_data']['basename']} has a pickled column, which could run code"
-        raise Failed(f"{unsafe}. Make that stage again without it.")
+        raise Failed(f"{unsafe}. Rebuild that dataset without it.")
     return Shard(build_table([entry]), 0, str(file.parent), adopted, first)
 
 

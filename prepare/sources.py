@@ -1,7 +1,7 @@
 """Read samples from tars and folders of files: KEY.jpg, KEY.txt, KEY.json, or other suffixes; KEY.npy for stored moments.
 
 Nothing is extracted to disk. A tar is read as a stream, so a member's name is only used as a key. Tables and Hugging
-Face data sets are in tables.py; `Source` is the interface of all of them to prepare/shards.py.
+Face datasets are in tables.py; `Source` is the interface of all of them to prepare/shards.py.
 
 A source at s3:// is an object, listed and then fetched to a file while a part is made, with the clients and the retries of
 mds/: an object is waited for while its store is unreachable. S3 alone is read, whose listing has an object's size and entity

@@ -40,7 +40,7 @@ LINES = (".jsonl", ".ndjson", *CSV)
 ROWS_PER_PART = 10_000  # as many as img2dataset puts into a tar
 ROWS_AT_ONCE = 16  # of a columnar file in memory
 MAX_LINE_BYTES = 2**24
-NOT_INSTALLED = "SOURCE: {} is not installed, which reads Parquet and Arrow files and Hugging Face data sets"
+NOT_INSTALLED = "SOURCE: {} is not installed, which reads Parquet and Arrow files and Hugging Face datasets"
 DELIMITERS = ",\t;|"
 CONVERSION_ERRORS = (
     ValueError,
@@ -453,13 +453,13 @@ def _json_row(line: bytes) -> tuple[dict[str, Any], str | None]:
     return (row, None) if isinstance(row, dict) else ({}, "row is not a JSON object")
 
 
-# --- read samples from Hugging Face data sets ---
+# --- read samples from Hugging Face datasets ---
 #
 #     hf://datasets/OWNER/NAME     on the hub, with config=, split= and revision= where there are several
 #     FOLDER split=train           a folder that `datasets` reads, such as a clone of one on the hub
 #
-# The library `datasets` reads them (requirements/tables.lock). A part is one of the data set's own files, as it cuts
-# them. A branch of the hub moves, so the plan has its commit, and every part is read from that. A data set whose making
+# The library `datasets` reads them (requirements/tables.lock). A part is one of the dataset's own files, as it cuts
+# them. A branch of the hub moves, so the plan has its commit, and every part is read from that. A dataset whose making
 # needs its own code is refused: the library runs none.
 
 HUB = "hf://datasets/"
@@ -468,7 +468,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 @dataclass(frozen=True)
 class HubKeys:
-    """What of a data set is read, as the user gave it; None: the only one that there is, or `train`."""
+    """What of a dataset is read, as the user gave it; None: the only one that there is, or `train`."""
 
     config: str | None = None
     split: str | None = None
@@ -477,7 +477,7 @@ class HubKeys:
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a data set.
+    """One split of a dataset.
 
     address: name on the hub, or a folder.
     revision: commit on the hub; None: a folder.
@@ -496,11 +496,11 @@ class HubSplit:
 
 
 class HubFiles(ImageFiles):
-    """Reads the files that rows of a data set on the hub name: those of that data set alone."""
+    """Reads the files that rows of a dataset on the hub name: those of that dataset alone."""
 
     def __call__(self, path: str) -> bytes:
         if not path.rpartition("::")[2].startswith(f"{HUB}{self.folder}@"):
-            raise SampleError("path leads out of the data set")
+            raise SampleError("path leads out of the dataset")
         import fsspec
 
         try:
@@ -550,7 +550,7 @@ class HubShard(SourceTable):
 
 @functools.lru_cache(maxsize=4)  # it asks the hub for its files; worker processes inherit what the first one heard
 def open_stream(split: HubSplit) -> Any:
-    """Return the data set, whose images come as their files' bytes, not decoded."""
+    """Return the dataset, whose images come as their files' bytes, not decoded."""
     data = import_optional("datasets").load_dataset(
         split.address, split.config, split=split.split, revision=split.revision, streaming=True
     )
@@ -572,14 +572,14 @@ def _classify_hub_errors(name: str) -> Iterator[None]:
 
 
 def find_split(address: str, keys: HubKeys) -> list[Source]:
-    """Return the parts of a data set's split.
+    """Return the parts of a dataset's split.
 
     Args:
         address: OWNER/NAME on the hub, or a folder.
 
     Raises:
         Refused: `datasets` is not installed.
-        ValueError: there is no such data set, configuration, split or revision; says which there are.
+        ValueError: there is no such dataset, configuration, split or revision; says which there are.
     """
     from huggingface_hub import HfApi
 
@@ -604,7 +604,7 @@ def find_split(address: str, keys: HubKeys) -> list[Source]:
 
 
 def _explain_hub_error(error: Exception, address: str, revision: str | None) -> str:
-    """Return why a data set was not to be had, and what to do."""
+    """Return why a dataset was not to be had, and what to do."""
     if Path(address).is_dir():
         return f"{address} is not in a form that `datasets` reads ({_first_line(error)}). Give its files."
     hint = {

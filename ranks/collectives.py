@@ -92,7 +92,7 @@ def watch_for_abort() -> None:
 
 
 def call_before_exit(work: Callable[[str], None]) -> None:
-    """Have a rank that ends by another's word, or by its own watch, call this with the text first; the last given first."""
+    """Register a function that gets the error text before a forced exit; the last one registered runs first."""
     _before_exit.insert(0, work)
 
 
@@ -101,8 +101,8 @@ def exit_process(text: str, code: int) -> NoReturn:
     log.error(text, extra=EVERY_RANK)
     for work in _before_exit:
         work(text)
-    # Until all have heard, rank 0 with the store the longest; but gone before the rank that failed is, whose end would
-    # break the main thread's collective first, and so give another code.
+    # Wait until all ranks have read the message: rank 0, which hosts the store, the longest. Exit before the failed rank:
+    # its exit breaks this rank's collective, and so changes the exit code.
     time.sleep((1.5 if dist.get_global_rank() == 0 else 1.0) * POLL_SEC)
     wait_for_first_rank(STAY_SEC)
     os._exit(code)

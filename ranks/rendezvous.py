@@ -142,7 +142,7 @@ def _open_store(limit_sec: float, more: str) -> TCPStore:
         _own_store.append(TCPStore("127.0.0.1", int(port), num, is_master=True, wait_for_workers=False, timeout=limit))
         if _is_here(host):
             return _own_store[-1]
-        # Else the address leads here by a network before this machine, or to another rank 0, which hears of this one.
+        # Otherwise MASTER_ADDR leads to this machine by a network (NAT), or to another rank 0, which reports the duplicate.
     _wait_for_store(host, int(port), limit_sec, more)
     return _connect(host, int(port), limit_sec)
 
@@ -171,7 +171,7 @@ def _connect(host: str, port: int, limit_sec: float) -> TCPStore:
     thread = threading.Thread(target=build, daemon=True)
     thread.start()
     thread.join(answer_sec)
-    result = built[0] if built else f"no word for {answer_sec:g} s"
+    result = built[0] if built else f"no answer for {answer_sec:g} s"
     if isinstance(result, TCPStore):
         result.set_timeout(datetime.timedelta(seconds=limit_sec))
         return result
@@ -189,7 +189,7 @@ def _check_port(port: int) -> None:
             probe.bind(("", port))  # does not listen: a rank that connected here would leave the port taken behind it
         except OSError as error:
             problem = f"MASTER_PORT: {port} cannot be opened on {socket.gethostname()} ({error.strerror})"
-            todo = "Rank 0 needs a free one: composer --master_port, the same everywhere"
+            todo = "Give a free one, the same on all machines: composer --master_port"
             raise ConfigError([f"{problem}. {todo}."]) from error
 
 
@@ -231,7 +231,7 @@ def _check_in(store: TCPStore, limit_sec: float, more: str) -> None:
     arrivals = store_keys.add(f"came/{rank}", 1)
     if arrivals > 1:
         first = json.loads(store_keys.get(str(rank)))["host"]
-        problem = f"RANK: {rank} came twice, from {first} and from {socket.gethostname()}"
+        problem = f"RANK: {rank} connected twice, from {first} and from {socket.gethostname()}"
         _end_for_all(store_keys, 2, f"{problem}. Give each machine its own composer --node_rank, from 0 on.")
     here = {"host": socket.gethostname(), "of": num, "local": dist.get_local_world_size()}
     store_keys.set(str(rank), json.dumps(here))

@@ -2,10 +2,10 @@
 
     beat       each rank writes into the ranks' store every BEAT_SEC where its main thread is
     lost       a rank whose beats stop: its process is stopped, dead or cut off. The limit is LOST_SEC, or stall_sec if less
-    stalled    beats come, but no main thread gets on for stall_sec; the one that has come least far is behind
+    stalled    beats come, but no main thread makes progress for stall_sec; the one furthest behind is named
 
 Rank 0 reads the beats and tells all (ranks/collectives.py). Rank 0 itself is lost where its store does not answer; then each
-of the others ends by itself. A process that was stopped with all others, as by `scontrol suspend`, begins to count anew. A
+of the others ends by itself. A process that was stopped with all others, as by `scontrol suspend`, restarts its timer. A
 run of one rank watches itself for a stall in the same way.
 """
 

@@ -1,6 +1,6 @@
-"""Plots of the page: SVG that takes its colours and its font from the page, words for who cannot see it, and its figures.
+"""Plots of the page: SVG that takes its colors and its font from the page, words for who cannot see it, and its figures.
 
-matplotlib draws; its colours stand for variables of page.css, so that one plot is right in light, in dark and on paper.
+matplotlib draws; its colors stand for variables of page.css, so that one plot is right in light, in dark and on paper.
 Every run of points is thinned to what can be seen: of a bucket of windows stay least, mean and greatest, so that a spike
 is never lost.
 """
@@ -24,14 +24,14 @@ from run_folder.history import History, Line, number_of
 
 WIDE_PX, TALL_PX = 360, 232
 MOST_POINTS, MOST_ROWS = 400, 40
-NUM_COLOURS = 8
-COLOURS = {
+NUM_COLORS = 8
+COLORS = {
     "ink": "#000101",
     "grid": "#000102",
     "muted": "#000103",
-    **{f"s{number}": f"#0002{number:02x}" for number in range(NUM_COLOURS)},
+    **{f"s{number}": f"#0002{number:02x}" for number in range(NUM_COLORS)},
 }
-"""Variable of page.css -> the colour that stands for it in what matplotlib writes."""
+"""Variable of page.css -> the color that stands for it in what matplotlib writes."""
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "easel",
@@ -39,9 +39,9 @@ STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), COLOURS["grid"]),
-    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), COLOURS["muted"]),
-    "text.color": COLOURS["ink"],
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), COLORS["grid"]),
+    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), COLORS["muted"]),
+    "text.color": COLORS["ink"],
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
@@ -53,7 +53,7 @@ Kind = Literal["line", "points", "reference"]
 
 @dataclass(frozen=True)
 class Series:
-    """What is drawn in one colour.
+    """What is drawn in one color.
 
     x, y: float64 (N,). low, high: what the values of a thinned point lie between, float64 (N,), or None.
     """
@@ -61,7 +61,7 @@ class Series:
     name: str
     x: Array
     y: Array
-    colour: str = "s0"
+    color: str = "s0"
     kind: Kind = "line"
     low: Array | None = None
     high: Array | None = None
@@ -97,9 +97,9 @@ class Plot:
 
     @property
     def legend(self) -> list[tuple[str, str, str]]:
-        """(variable of the colour, kind of the swatch, words) for what is named in it."""
+        """(variable of the color, kind of the swatch, words) for what is named in it."""
         named = [
-            (series.colour, "dashed" if series.dash else series.kind, series.name)
+            (series.color, "dashed" if series.dash else series.kind, series.name)
             for series in self.series
             if series.name and len(series.x)
         ]
@@ -165,7 +165,7 @@ def svg_of(plot: Plot) -> Markup:
         for series in plot.series:
             _draw(axes, series)
         for value, _ in plot.targets:
-            axes.axhline(value, color=COLOURS["ink"], linewidth=1.2, linestyle=(0, (4, 3)))
+            axes.axhline(value, color=COLORS["ink"], linewidth=1.2, linestyle=(0, (4, 3)))
         _scale(axes, plot)
         file = io.StringIO()
         canvas.print_svg(file, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
@@ -173,11 +173,11 @@ def svg_of(plot: Plot) -> Markup:
 
 
 def _draw(axes: Any, series: Series) -> None:
-    colour = COLOURS[series.colour]
+    color = COLORS[series.color]
     if not len(series.x):
         return
     if series.low is not None:
-        axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.25, linewidth=0.0)
+        axes.fill_between(series.x, series.low, series.high, color=color, alpha=0.25, linewidth=0.0)
     style: dict[str, Any] = {"linestyle": DASHES[series.dash % len(DASHES)]}
     if series.kind == "points":
         style |= {"marker": "o", "markersize": 4.0, "linewidth": 1.4}
@@ -185,7 +185,7 @@ def _draw(axes: Any, series: Series) -> None:
         style |= {"linewidth": 1.2}
     elif len(series.x) == 1:
         style |= {"marker": "o", "markersize": 4.0}
-    axes.plot(series.x, series.y, color=colour, **style)
+    axes.plot(series.x, series.y, color=color, **style)
 
 
 def _scale(axes: Any, plot: Plot) -> None:
@@ -218,7 +218,7 @@ def tick(value: float) -> str:
 
 
 def _for_page(text: str, plot: Plot) -> str:
-    """Make a file of matplotlib's an element of a page: own ids, the page's colours and font, words for who cannot see it."""
+    """Make a file of matplotlib's an element of a page: own ids, the page's colors and font, words for who cannot see it."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r"<style.*?</style>", "", text, flags=re.S)
@@ -227,8 +227,8 @@ def _for_page(text: str, plot: Plot) -> str:
     text = re.sub(r'id="([^"]+)"', rf'id="{plot.key}-\1"', text)
     text = re.sub(r'((?:xlink:)?href="#|url\(#)([^")]+)', rf"\1{plot.key}-\2", text).replace("xlink:href", "href")
     text = re.sub(r'font: ([\d.]+)px [^;"]*', r"font-size: \1px", text)
-    for name, colour in COLOURS.items():
-        text = text.replace(colour, f"var(--{name})")
+    for name, color in COLORS.items():
+        text = text.replace(color, f"var(--{name})")
     words = f'role="img" aria-label="{escape(words_of(plot))}"'
     text = re.sub(r"<svg[^>]*>", f'<svg class="plot" viewBox="0 0 {WIDE_PX} {TALL_PX}" {words}>', text, count=1)
     return re.sub(r">\s+<", "><", text).strip()
@@ -277,7 +277,7 @@ LABELS = {"fid": "FID", "clip": "CLIP score (mean cosine)", "cmmd": "CMMD"}
 SIDE = {"fid": "at most", "clip": "at least", "val_loss": "at most"}
 IMAGES = "images seen"
 CLOCK_NAMES = dict(zip(CLOCKS, ("training", "waiting for data", "evaluation", "checkpoints and the rest"), strict=True))
-CLOCK_COLOURS = dict(zip(CLOCKS, ("s0", "s5", "s1", "s7"), strict=True))
+CLOCK_COLORS = dict(zip(CLOCKS, ("s0", "s5", "s1", "s7"), strict=True))
 REFERENCE = Path(__file__).with_name("mlperf_reference_runs.csv")
 """Every published run of MLPerf's reference: 14 at a global batch of 512, 13 at 1024, 13 at 2048.
 
@@ -308,10 +308,10 @@ def groups_of(runs: Sequence[History]) -> list[PlotGroup]:
 
 
 def _series_style(index: int, runs: Sequence[History], name: str = "") -> dict[str, Any]:
-    """Return name, colour and dashes of a run's series; alone it needs no name."""
+    """Return name, color and dashes of a run's series; alone it needs no name."""
     if len(runs) == 1:
-        return {"name": name, "colour": "s0"}
-    return {"name": plain(runs[index].name), "colour": f"s{index % NUM_COLOURS}", "dash": index // NUM_COLOURS}
+        return {"name": name, "color": "s0"}
+    return {"name": plain(runs[index].name), "color": f"s{index % NUM_COLORS}", "dash": index // NUM_COLORS}
 
 
 def column(lines: Sequence[Line], key: str) -> Array:
@@ -332,7 +332,7 @@ def reference_bands(key: str, batches: Collection[float | None]) -> list[Series]
             values = np.array([batch_rows[key][batch_rows["images"] == each] for each in images])
             name = f"MLPerf reference, batch {batch:.0f}: {values.shape[1]} runs"
             ends = {"low": values.min(1), "high": values.max(1)}
-            bands.append(Series(name, images, values.mean(1), **ends, kind="reference", colour="muted"))
+            bands.append(Series(name, images, values.mean(1), **ends, kind="reference", color="muted"))
     return bands
 
 
@@ -342,7 +342,7 @@ def _score(runs: Sequence[History], key: str) -> Plot:
         series_keys = _series_style(index, runs, "in training")
         series.append(_points(run.evaluations, key, **series_keys))
         if rows := later_scores(run):
-            one = {"name": "scored later (eval.py)", "colour": "s1"}
+            one = {"name": "scored later (eval.py)", "color": "s1"}
             more = {"name": f"{series_keys['name']}, scored later"} if len(runs) > 1 else one
             series.append(_points(rows, key, **series_keys | more | {"dash": 1}))
     title, is_log = LABELS[key].split(" (")[0], key == "fid" and _least(series) > 0.0
@@ -390,10 +390,10 @@ def _losses(runs: Sequence[History]) -> list[Plot]:
     if len(runs) == 1 and len(runs[0].streams) > 1:
         images, streams = runs[0].windows["images"], list(runs[0].streams.items())
         series = [
-            thinned(plain(name), images, loss, NUM_MEANS, colour=f"s{index}")
-            for index, (name, loss) in enumerate(streams[:NUM_COLOURS])
+            thinned(plain(name), images, loss, NUM_MEANS, color=f"s{index}")
+            for index, (name, loss) in enumerate(streams[:NUM_COLORS])
         ]
-        note = f"The first {NUM_COLOURS} of {len(streams)} streams." if len(streams) > NUM_COLOURS else ""
+        note = f"The first {NUM_COLORS} of {len(streams)} streams." if len(streams) > NUM_COLORS else ""
         plots.append(Plot("streams", "Loss by stream", IMAGES, "loss", series, note=note))
     plots.append(_plain(runs, "lr", "Learning rate", "learning rate"))
     return [*plots, _plain(runs, "gradient_norm", "Gradient norm", "gradient norm", NUM_MEANS)]

@@ -84,11 +84,11 @@ def problems_of(records: Sequence[Record], across: Sequence[str]) -> list[str]:
     for key in across:
         if key not in known:
             problems.append(
-                f"across: '{truncate(key)}' is no key that has to be the same. Possible: {', '.join(possible)}."
+                f"across: '{truncate(key)}' is not a key that has to be the same. Possible: {', '.join(possible)}."
             )
     problems += [
-        f"{plain(key)}: {_side_by_side(records, values)}. It says what was measured, so they do not compare. "
-        f"Give others, or say across={key}."
+        f"{plain(key)}: {_side_by_side(records, values)}. The records measured different work, so they do not compare. "
+        f"Give others, or allow it: across={key}."
         for key, values in other_work(records).items()
         if key not in across
     ]
@@ -173,7 +173,7 @@ def table_of(records: Sequence[Record]) -> RecordTable:
     title = f"Set against {records[0].name}; the median, with the least and the greatest:"
     head: tuple[str, ...] = ("figure", "record", "device", "value", "of", "ratio to the first", "verdict")
     if records[0].kind == RUN:
-        head = ("record", "device", "images/s a device", "of", "ratio to the first", "verdict")
+        head = ("record", "device", "images/s per device", "of", "ratio to the first", "verdict")
         return RecordTable(title, head, "llrrrl", [row[1:] for row in rows_of(records)])
     return RecordTable(title, head, "lllrrrl", list(rows_of(records)))
 
@@ -194,7 +194,9 @@ def notes_of(records: Sequence[Record]) -> list[str]:
     for kind, rows in (("setting", settings), ("machine", differing([record.machine for record in records]))):
         notes += [f"differs, {kind}: {row.name} {' | '.join(text for text, _ in row.cells)}" for row in rows]
     if not notes:
-        notes.append("nothing that was recorded differs: two starts of the same. Repeated runs, with commas, say more")
+        notes.append(
+            "nothing that was recorded differs: two starts of the same. Join repeated runs with commas for a verdict"
+        )
     if records[0].kind == RUN:
         notes.append(f"trained in all: {_alike([record.what for record in records], (*other, WORK))}")
     if made := _alike([record.machine for record in records], only=MADE_WITH):
@@ -445,8 +447,8 @@ def _machine(content: Line) -> dict[str, Any]:
 def _of_commit(content: Line) -> str:
     commit = content.get("commit")
     if commit is None:
-        return "of which code it is was not recorded"
-    return "made of a tree with changes that are in no commit" if str(commit).endswith("+changes") else ""
+        return "its commit was not recorded"
+    return "made from a tree with uncommitted changes" if str(commit).endswith("+changes") else ""
 
 
 def _repeated(where: str, runs: Sequence[Record]) -> Record:

@@ -28,7 +28,7 @@ from common.command import command
 from common.errors import ConfigError, Refused
 from common.files import write_atomic
 from reports import page_content
-from reports.charts import NUM_COLOURS, groups_of, svg_of, table_of
+from reports.charts import NUM_COLORS, groups_of, svg_of, table_of
 from reports.formatting import NONE, figure, moment, plain, read_words, script_of, span, template
 from reports.page_content import figures_of, samples_of
 from run_folder.files import RUN_ONLY_KEYS
@@ -114,8 +114,8 @@ def _template_values(run: History, index: int, num: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "number": index + 1,
-        "colour": f"s{index % NUM_COLOURS}",
-        "line": "line" if index < NUM_COLOURS else "dashed",
+        "color": f"s{index % NUM_COLORS}",
+        "line": "line" if index < NUM_COLORS else "dashed",
         "sentence": page_content.sentence_of(run),
         "result": page_content.result_of(run),
         "cards": page_content.cards_of(run),

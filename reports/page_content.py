@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from common.value_types import read_duration
-from reports.charts import CLOCK_COLOURS, CLOCK_NAMES, LABELS, SIDE, tick
+from reports.charts import CLOCK_COLORS, CLOCK_NAMES, LABELS, SIDE, tick
 from reports.formatting import NONE, TIMES, figure, moment, plain, share, span
 from run_folder import history
 from run_folder.files import CLOCKS
@@ -249,10 +249,10 @@ def cost_of(run: History, hours: float | None) -> float | None:
 
 
 def clock_shares(run: History) -> list[tuple[str, str, float, float]]:
-    """Return (name, variable of its colour, seconds, share) of each clock, over all windows."""
+    """Return (name, variable of its color, seconds, share) of each clock, over all windows."""
     sums = {clock: float(np.nansum(run.windows[clock])) for clock in CLOCKS}
     whole = sum(sums.values())
-    return [(CLOCK_NAMES[clock], CLOCK_COLOURS[clock], value, value / whole) for clock, value in sums.items() if whole]
+    return [(CLOCK_NAMES[clock], CLOCK_COLORS[clock], value, value / whole) for clock, value in sums.items() if whole]
 
 
 def times_of(run: History) -> list[tuple[str, str, str, str]]:
@@ -292,7 +292,7 @@ def faults_of(run: History) -> list[str]:
     faults = [
         (failed, f"Starts that ended with an error: {failed:,}."),
         (len(run.starts) > 1, f"Resumes: {len(run.starts) - 1:,}."),
-        (run.cut, f"{len(run.cut):,} windows were trained again or closed anew after a resume."),
+        (run.cut, f"{len(run.cut):,} windows were trained again or closed again after a resume."),
         (
             names,
             f"A start found parts of the record missing: {', '.join(names)}. Figures of the run are incomplete.",
@@ -325,7 +325,7 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "images": ("images seen", figure),
     "seconds": ("time, all clocks", span),
     "images_per_sec": ("images/s", figure),
-    "images_per_sec_per_device": ("images/s a device", figure),
+    "images_per_sec_per_device": ("images/s per device", figure),
     "mfu": ("MFU", share),
     "data_wait_frac": ("data wait", share),
     "peak_mem_gib": ("peak memory, GiB", figure),
@@ -433,7 +433,7 @@ class Grid(NamedTuple):
 
     images: int
     address: str
-    film: str | None = None
+    gif: str | None = None
 
 
 class SampleGrids(NamedTuple):
@@ -450,8 +450,8 @@ class SampleGrids(NamedTuple):
     left_out: Sequence[str]
 
     @property
-    def has_films(self) -> bool:
-        return any(grid.film is not None for grid in self.grids)
+    def has_gifs(self) -> bool:
+        return any(grid.gif is not None for grid in self.grids)
 
     @property
     def is_small(self) -> bool:

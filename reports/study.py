@@ -4,7 +4,7 @@
     python -m reports.study RECORD.json OUT.png PAGE.md              # the plot; the table between a page's marks
 
 A page says by marks where the table goes (reports/formatting.py). Runs of one seed see the same images, noise and times, so
-where a sweep has `points`, each is also set against the first one with the same seed: chance that both share falls out.
+where a sweep has `points`, each is also set against the first one with the same seed: what both draw at random cancels out.
 Curves are of the validation loss or FID if the runs have it, else of the training loss. Of runs with a target, the table has
 the median images and seconds to it over the seeds, with 95 % bootstrap intervals; a run that missed it counts as infinite.
 Exit code: 0, or 2 where a file cannot be read, is no such record, or a page has no marks.
@@ -40,11 +40,11 @@ SCHEMA = 1
 SEED, OK = "seed", "ok"
 FID = "FID"
 QUALITY = (("val_loss", "validation loss", ".4f"), ("fid", FID, ".1f"), ("clip", "CLIP score", ".3f"))
-SPEED = (("images_per_sec_per_device", "images/s a device", ".4g"),)
+SPEED = (("images_per_sec_per_device", "images/s per device", ".4g"),)
 MOST_PANELS = 4
 SMOOTH_WINDOWS = 5
 RESAMPLES = 10_000  # of the bootstrap
-COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
+COLORS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666")
 DPI = 120
 
 
@@ -249,7 +249,7 @@ def draw(record: Record, path: Path) -> None:
     losses = [losses_of(group_runs, lines) for group_runs in drawn.values()]
     below = [differences_of(record, group_runs, lines) for group_runs in drawn.values()]
     labels = list(dict.fromkeys(label for bands in losses for label in bands))
-    looks = dict(zip(labels, itertools.product(("-", "--"), COLOURS), strict=False))
+    looks = dict(zip(labels, itertools.product(("-", "--"), COLORS), strict=False))
     num_rows, num = 2 if any(below) else 1, len(drawn)
     size = (max(8, 5.5 * num), 1 + 3.6 * num_rows + 0.16 * len(looks))
     figure, axes = pyplot.subplots(num_rows, num, squeeze=False, figsize=size, layout="constrained")
@@ -274,12 +274,12 @@ def draw(record: Record, path: Path) -> None:
 
 
 def _draw(axes: Axes, bands: Lines, looks: Mapping[str, tuple[str, str]], what: str) -> None:
-    for label, (style, colour) in looks.items():
+    for label, (style, color) in looks.items():
         if label not in bands:
             continue
         images, mean, least, greatest = bands[label]
-        axes.plot(images, mean, label=label, color=colour, linestyle=style, linewidth=1.2)
-        axes.fill_between(images, least, greatest, color=colour, alpha=0.2, linewidth=0)
+        axes.plot(images, mean, label=label, color=color, linestyle=style, linewidth=1.2)
+        axes.fill_between(images, least, greatest, color=color, alpha=0.2, linewidth=0)
     axes.set_ylabel(what)
     axes.grid(alpha=0.3)
 

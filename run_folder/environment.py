@@ -50,8 +50,8 @@ def environment() -> dict[str, Any]:
 
 
 @functools.cache
-def asked_for_cpu() -> threading.Thread:
-    """Ask for what Composer's Trainer wants to know of the CPU, in the background: py-cpuinfo takes a second to find it."""
+def start_cpu_query() -> threading.Thread:
+    """Look up, in the background, the CPU model that Composer's Trainer asks for: py-cpuinfo takes a second."""
 
     def ask() -> None:
         from composer.utils.collect_env import get_cpu_model

@@ -79,7 +79,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 raise ConfigError([f"{path}: line {number:,} cannot be read: it has no {missing[0]}. {fix}"])
             objects.append(content)
     except OSError as error:
-        raise ConfigError([f"{path} cannot be read: {error.strerror}. It is the run's own: bring it back."]) from error
+        raise ConfigError([f"{path} cannot be read: {error.strerror}. It belongs to the run: restore it."]) from error
     return objects
 
 
@@ -268,7 +268,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         Problem(unresolved[id(at)]) for at in values if id(at) in unresolved and "${oc.env:" not in str(at.value)
     ]
     if unreadable:
-        fix = "Bring back a copy, or remove it and summary.json: benchmark.py then resumes from the newest checkpoint"
+        fix = "Restore a copy, or remove it and summary.json: benchmark.py then resumes from the newest checkpoint"
         raise ConfigError([f"{problem.text} {fix}, with the keys of its command." for problem in unreadable])
     return {at.key: at.value for at in values if id(at) not in unresolved}
 

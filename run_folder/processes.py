@@ -1,8 +1,8 @@
 """A run as processes: begun in a separate group, ended with all their children; and what their end says of the run.
 
 command = processes.composer_command(8, "benchmark.py", "yamls/shapes.yaml")
-code, said = processes.run(command, limit_sec=600)
-status = processes.status_of(code, said)
+code, output = processes.run(command, limit_sec=600)
+status = processes.status_of(code, output)
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def evaluation_check(law: Law) -> dict[str, Any]:
     """Compare the seconds of an evaluation by FLOPs with MLPerf's logs.
 
     Returns:
-        the share of training's utilisation that all ask for; and a row for each, by FLOPs and at the share of the others.
+        the share of training's utilization that all ask for; and a row for each, by FLOPs and at the share of the others.
     """
 
     def at_training(name: str, num: int) -> float:

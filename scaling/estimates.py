@@ -1,7 +1,7 @@
 """What a run takes on N devices: images/s by the law, then data, evaluation, checkpoints and failures, in hours and money.
 
 A device is as fast as that of a record, or of a published series. FLOPs carry the rate from one network to another: the same
-TFLOP/s of a device, so at the same utilisation.
+TFLOP/s of a device, so at the same utilization.
 
 Failures are a Poisson process:
 

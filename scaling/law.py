@@ -351,7 +351,7 @@ class Law:
 def law_from_record(record: Mapping[str, Any]) -> Law:
     """Return the law of a record. Raises ValueError: it is of other parameters."""
     if tuple(record["names"]) != NAMES:
-        raise ValueError("the record's law has other parameters. Make it anew: python -m scaling.")
+        raise ValueError("the record's law has other parameters. Make it again: python -m scaling.")
     arrays = (np.array(record["theta"]), np.array(record["covariance"]))
     return Law(tuple(record["series"]), *arrays, record["noise"], record["freedom"], record["by_doubling"])
 

@@ -275,7 +275,7 @@ def main(argv: Sequence[str]) -> int:
 Rows = Sequence[Mapping[str, Any]]
 
 DPI = 110
-COLOURS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666", "#1b9e9e", "#c0392b", "#7570b3", "#4d4d4d")
+COLORS = ("#31688e", "#d95f02", "#35864a", "#a6368c", "#8a6d1d", "#666666", "#1b9e9e", "#c0392b", "#7570b3", "#4d4d4d")
 MARKS = "os^Dv"
 """Of the rounds of published results, the newest first."""
 SPEED_SERIES = (
@@ -333,37 +333,37 @@ def _name(axes: Axes, x: str, y: str, title: str) -> None:
 
 def _draw_published(axes: Axes, rows: Rows) -> None:
     """Efficiency against the smallest place of each series: measured, and predicted without the place."""
-    for name, colour in zip(SPEED_SERIES, COLOURS, strict=False):
+    for name, color in zip(SPEED_SERIES, COLORS, strict=False):
         points = [row for row in rows if row["series"] == name]
         first, nums = points[0]["images_per_sec"] / points[0]["num"], [row["num"] for row in points]
         keys = ("images_per_sec", "predicted", "predicted_low", "predicted_high")
         measured, predicted, low, high = ([row[key] / row["num"] / first for row in points] for key in keys)
-        axes.plot(nums, measured, "o-", color=colour, label=points[0]["title"], markersize=5)
+        axes.plot(nums, measured, "o-", color=color, label=points[0]["title"], markersize=5)
         ends = [
             [t - e for t, e in zip(predicted, low, strict=True)],
             [e - t for t, e in zip(predicted, high, strict=True)],
         ]
-        axes.errorbar(nums, predicted, ends, fmt="x", color=colour, alpha=0.6, capsize=2, elinewidth=0.8)
+        axes.errorbar(nums, predicted, ends, fmt="x", color=color, alpha=0.6, capsize=2, elinewidth=0.8)
     axes.axhline(1.0, color="#000000", linestyle="--", linewidth=0.8, label="perfect")
     _over_nums(axes, [4, 8, 16, 32, 64, 128, 256, 512, 1024])
     axes.set_ylim(0, 1.35)
     title = "Published (dots) and predicted without that row (crosses, 90 %)"
-    _name(axes, "devices", "images/s a device, over those of the series' smallest row", title)
+    _name(axes, "devices", "images/s per device, over those of the series' smallest row", title)
     axes.legend(fontsize=7, loc="lower left")
 
 
 def _draw_run(axes: Axes, record: Mapping[str, Any]) -> None:
     """The run's images/s: predicted with its interval, perfect, measured, and MosaicML's rows."""
 
-    def plot(rows: Rows, key: str, mark: str, colour: int, label: str) -> None:
-        axes.plot([row["num"] for row in rows], [row[key] for row in rows], mark, color=COLOURS[colour], label=label)
+    def plot(rows: Rows, key: str, mark: str, color: int, label: str) -> None:
+        axes.plot([row["num"] for row in rows], [row[key] for row in rows], mark, color=COLORS[color], label=label)
 
     rows, run, key = record["estimates"], record["run"], "images_per_sec"
     nums = [row["num"] for row in rows]
     perfect = [record["base"][key] * num / record["base"]["num"] for num in nums]
     axes.plot(nums, perfect, "--", color="#000000", linewidth=0.8, label="perfect, from one node of 8")
     low, high = ([row[f"{key}_{end}"] for row in rows] for end in ("low", "high"))
-    axes.fill_between(nums, low, high, color=COLOURS[0], alpha=0.2, label="90 %")
+    axes.fill_between(nums, low, high, color=COLORS[0], alpha=0.2, label="90 %")
     plot(rows, key, "x-", 0, f"predicted: {run['name']} on {run['gpu']}")
     mosaicml = [row for row in record["rows"] if row["series"] == "mosaicml_online_512"]
     plot(mosaicml, key, "o", 1, "MosaicML's A100, published")
@@ -383,17 +383,17 @@ def _draw_target(axes: Axes, target: Mapping[str, Any]) -> None:
     titles = sorted({point["title"] for point in target["published"]}, reverse=True)
     marks, labelled = dict(zip(titles, MARKS, strict=False)), set()
     for index, curve in enumerate(target["curves"]):
-        tried, best, colour = curve["tried"], curve["best"], COLOURS[index % len(COLOURS)]
+        tried, best, color = curve["tried"], curve["best"], COLORS[index % len(COLORS)]
         batches = [each["global_batch_size"] for each in tried]
-        axes.plot(batches, [each["minutes"] for each in tried], "-", color=colour, label=f"{curve['num']:,} devices")
+        axes.plot(batches, [each["minutes"] for each in tried], "-", color=color, label=f"{curve['num']:,} devices")
         low, high = ([each[f"minutes_{end}"] for each in tried] for end in ("low", "high"))
-        axes.fill_between(batches, low, high, color=colour, alpha=0.12, linewidth=0)
-        axes.plot([best["global_batch_size"]], [best["minutes"]], "*", color=colour, markersize=13)
+        axes.fill_between(batches, low, high, color=color, alpha=0.12, linewidth=0)
+        axes.plot([best["global_batch_size"]], [best["minutes"]], "*", color=color, markersize=13)
         for point in (point for point in target["published"] if point["num"] == curve["num"]):
             if batch := point["global_batch_size"]:
-                axes.plot([batch], [point["minutes"]], marks[point["title"]], color=colour, markerfacecolor="none")
+                axes.plot([batch], [point["minutes"]], marks[point["title"]], color=color, markerfacecolor="none")
             else:
-                axes.axhline(point["minutes"], color=colour, linestyle=":", linewidth=1)
+                axes.axhline(point["minutes"], color=color, linestyle=":", linewidth=1)
             labelled.add(point["title"] if batch else None)
     for title, mark in marks.items():
         if title in labelled:

@@ -121,7 +121,7 @@ def read_sweep(argv: Sequence[str]) -> Sweep:
     axes = {key: values if isinstance(values, list) else [values] for key, values in matrix.items()}
     problems = _problems(path, keys, axes, points, others)
     if command_line.print_config:
-        problems.append("command line: --print_config is for benchmark.py. Say dry_run=true for what would run.")
+        problems.append("command line: --print_config is for benchmark.py. Set dry_run=true for what would run.")
     if problems:
         raise ConfigError(problems)
     varying = [*axes, *dict.fromkeys(key for point in points for key in point)]
@@ -243,7 +243,7 @@ def _in_name(value: Any) -> str:
 # for it only where all of these are the same.
 
 PLAN = "memory: "
-"""How the problem begins that a run needs more than there is."""
+"""Prefix of the problem that a run needs more memory than there is."""
 NOT_OF_IDENTITY = (*RUN_ONLY_KEYS, "loggers.")
 
 
@@ -359,7 +359,7 @@ def _load(yaml: str | None, assignments: list[Assignment], problems: list[Proble
 
 
 def _code_identity() -> str:
-    """Return the commit of the code; of one that has none, or has changes, what no other call of this command returns."""
+    """Return the commit of the code; without one, or with uncommitted changes, a string that no other call returns."""
     current = commit()
     return current if is_commit(current) and current else f"{current} {time.time_ns()}"
 

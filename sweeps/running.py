@@ -167,7 +167,7 @@ def message_of(status: str, code: int | None, output: str, folder: Path, limit_s
     if status == "killed":
         assert code is not None
         number = processes.signal_of(code)
-        why = "; the kernel ends a process so where memory is short" if number == signal.SIGKILL else ""
+        why = "; the kernel does this when memory runs out" if number == signal.SIGKILL else ""
         return f"ended from outside by {number.name if number else code}{why}"
     text = ""
     if status != "refused":  # then the record is of an earlier start
@@ -186,14 +186,14 @@ def message_of(status: str, code: int | None, output: str, folder: Path, limit_s
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Keep other calls from a sweep's folder. Raises Refused: another one is at it, or it cannot be written."""
+    """Keep other calls from a sweep's folder. Raises Refused: another one uses it, or it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=0)
     except Timeout as error:
         raise Refused(
-            f"runs: another sweep.py is at {folder}. Wait for it, or give another folder: runs=FOLDER."
+            f"runs: another sweep.py uses {folder}. Wait for it, or give another folder: runs=FOLDER."
         ) from error
     except OSError as error:
         raise Refused(f"runs: {folder} cannot be written: {error.strerror}. Give another one: runs=FOLDER.") from error
@@ -224,7 +224,7 @@ def end_left_overs(folder: Path, names: Collection[str]) -> None:
 # NAME/sweep.jsonl        the lines; the last one of a run counts
 #      RUN/               the run of a point (callbacks/run_record.py says what is in it)
 #      logs/RUN.txt       all that its processes said, of every start
-#      stale/             runs of other configurations, data or code under today's names, and ok ones that were begun anew
+#      stale/             runs of other configurations, data or code under today's names, and ok ones that were started over
 #      summary.csv, *.png, page.html
 
 STATE, LOGS, STALE = "sweep.jsonl", "logs", "stale"
@@ -311,4 +311,4 @@ class SweepState:
             free = next(stale / name for name in names if not (stale / name).exists())
             path.rename(free)
             if not suffix:
-                log.info(f"{point.name}: an earlier run lay there; it is now {free}")
+                log.info(f"{point.name}: an earlier run was moved to {free}")

@@ -2,7 +2,7 @@
 
 The facts of a model, the models of an owner, and files: small ones as they are, large ones over a redirect to a second
 address, with the headers of the real hub (ETag, X-Repo-Commit, X-Linked-Etag, X-Linked-Size, X-Error-Code), ranges included.
-A data set is a model here: the two have different addresses and the same answers.
+A dataset is a model here: the two have different addresses and the same answers.
 It also takes uploads: a model is made, small files come in the commit, large ones by git-LFS before it.
 Not there: Xet, by which the real hub moves large files for clients with hf_xet; HF_HUB_DISABLE_XET=1 does without.
 """

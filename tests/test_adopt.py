@@ -29,7 +29,7 @@ from training.start import identity_of
 
 FAMILY = load_family("sd2", "tiny", "stock")
 CPU = torch.device("cpu")
-THIRD_PARTY = "Others have written it: copy it anew, or write it again with streaming's MDSWriter."
+THIRD_PARTY = "It is a third-party dataset: copy it again, or rewrite it with streaming's MDSWriter."
 NUM = 24
 
 
@@ -163,7 +163,7 @@ def test_a_damaged_compressed_shard_is_fetched_again_and_then_named(
     digests = {"sha1": get_hash("sha1", bad), "right": get_hash("sha1", whole)}
     message = message.format(bad=f"{len(bad):,} bytes", whole=f"{len(whole):,}", **digests)
     assert str(error.value).startswith(f"data: {theirs}/shard.00001.mds.zstd is damaged: {message}")
-    assert str(error.value).endswith(", in 3 tries. Make the stage again, or copy it anew.")
+    assert str(error.value).endswith(", in 3 tries. Rebuild the dataset, or copy it again.")
     assert capsys.readouterr().err.count("it is fetched again") == 2
     assert not list((tmp_path / "cache").glob("shard.00001*"))  # neither of them, nor half of one
 
@@ -179,7 +179,7 @@ def test_a_dataset_that_cannot_be_adopted_is_refused(tmp_path, capsys, stage):
 
     theirs = write(tmp_path / "theirs", {**THEIRS, "id": "int"})
     assert refusal(theirs, "image=picture", "caption=width").splitlines() == [
-        "image: the data set has no column picture. It has: caption (str), id (int), jpg (bytes), width (int32).",
+        "image: the dataset has no column picture. It has: caption (str), id (int), jpg (bytes), width (int32).",
         "caption: column width is int32. Possible: str, json.",
     ]
     assert "a column is named twice" in refusal(theirs, "caption=caption", "key=caption")

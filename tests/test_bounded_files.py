@@ -27,7 +27,7 @@ def make_long(path: Path) -> None:
     os.truncate(path, 2**41)
 
 
-NO_FILE = "it is no regular file"
+NO_FILE = "it is not a regular file"
 ODD: dict[str, tuple[Callable[[Path], None], str]] = {
     "pipe": (os.mkfifo, NO_FILE),
     "device": (lambda path: path.symlink_to("/dev/zero"), NO_FILE),

@@ -140,12 +140,14 @@ def test_the_training_has_to_be_the_same_and_across_allows_its_key(record, capsy
         other, key = record("b", **changed), said.partition(":")[0]
         with pytest.raises(ValueError) as refused:
             compare.compare_records([one, other])
-        end = f" It says what was measured, so they do not compare. Give others, or say across={key}."
+        end = f" The records measured different work, so they do not compare. Give others, or allow it: across={key}."
         assert str(refused.value) == said + end
         notes = compare.compare_records([one, other], [key])[1]
         assert any(note.startswith(f"allowed by across: {key} ") for note in notes)
     assert compare.main([one, other, "across=compile"]) == 2
-    assert capsys.readouterr().err.startswith("across: 'compile' is no key that has to be the same. Possible: family, ")
+    assert capsys.readouterr().err.startswith(
+        "across: 'compile' is not a key that has to be the same. Possible: family, "
+    )
 
 
 def test_repeated_runs_are_one_value_each(record):

@@ -105,7 +105,7 @@ def test_a_flag_takes_the_next_word_unless_it_is_bare(words: str, expected: Oute
         (["--batch_size"], "'--batch_size' has no value. It stands for batch=VALUE."),
         (["--batchsize", "3"], "unknown flag '--batchsize'. Flags: --batch_size, --preset, --use_flag, "),
         (["--preset", "c"], "'--preset c' is not known. Known: a, b."),
-        (["a\nb"], "'a\\nb' is not a path. Possible: a text without control characters and line ends."),
+        (["a\nb"], "'a\\nb' is not a path. Possible: a string without control characters and line ends."),
         (["batch"], "'batch' is neither a .yaml file nor key=value."),
         (["a.yaml", "b.yaml"], "two YAML files, a.yaml and b.yaml. One run has one file."),
     ],
@@ -126,7 +126,7 @@ def test_what_yaml_would_drop_of_a_word_is_text(text: str, monkeypatch):
     for key, possible in (("batch", "an integer"), ("optimizer.lr", "a number or null"), ("flag", "true or false")):
         assert problems(f"{key}={text}") == [f"command line: {key} is {text!r}. Possible: {possible}."]
     monkeypatch.setenv("LR", text)
-    assert "which stands for something else. Possible: a number or null." in problems("optimizer.lr=${oc.env:LR}")[0]
+    assert "which resolves to an invalid value. Possible: a number or null." in problems("optimizer.lr=${oc.env:LR}")[0]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_yaml_would_drop_of_a_word_is_text(text: str, monkeypatch):
         ("batch: [1\n", "cannot be read as YAML: line 2, column 1: while parsing a flow sequence: did not find "),
         ("- batch\n", "holds a list. A run is a mapping of keys to values."),
         ("batch: 1\nbatch: 2\n", "cannot be read as YAML: line 2, column 1: while constructing a mapping: found dup"),
-        ("text: 0123\n", "text is 83. Possible: a text (in quotes where it looks like a number) or null."),
+        ("text: 0123\n", "text is 83. Possible: a string (in quotes if it looks like a number) or null."),
     ],
 )
 def test_an_invalid_yaml_is_refused_with_its_name_and_line(tmp_path: Path, content: str, message: str):
@@ -188,7 +188,7 @@ def test_an_unreadable_word_is_reported_without_the_checks_across_keys(words: li
         ("optimizer.lr=0", "optimizer.lr is 0. Possible: above 0 or null."),
         ("optimizer.lr=1e400", "optimizer.lr is inf. Possible: above 0, to 1e+30 or null."),
         ("optimizer={share: 2}", "optimizer.share is 2. Possible: 0 to 1."),
-        ('text="a\\0b"', "text is 'a\\x00b'. Possible: a text without control characters and line ends or null."),
+        ('text="a\\0b"', "text is 'a\\x00b'. Possible: a string without control characters and line ends or null."),
         (f"text={'a' * 256}", f"text is '{'a' * 59}... (258 characters). Possible: at most 1,024 bytes, 255 between "),
     ],
 )

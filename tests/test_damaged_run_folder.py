@@ -67,8 +67,8 @@ REFUSALS = {
     ("metrics.jsonl", "a list"): f"{{}}: line 1 cannot be read: '[1]' is no whole JSON object. {FIX}",
     ("metrics.jsonl", "of nothing"): f"{{}}: line 1 cannot be read: it has no batch. {FIX}",
     ("metrics.jsonl", "nested"): f"{{}}: line 1 cannot be read: '{40 * '['}' is no whole JSON object. {FIX}",
-    ("starts.jsonl", "a folder"): "{} cannot be read: Is a directory. It is the run's own: bring it back.",
-    ("config.yaml", "a list"): "{}: holds a list. A run is a mapping of keys to values. Bring back a copy",
+    ("starts.jsonl", "a folder"): "{} cannot be read: Is a directory. It belongs to the run: restore it.",
+    ("config.yaml", "a list"): "{}: holds a list. A run is a mapping of keys to values. Restore a copy",
 }
 
 

@@ -141,7 +141,7 @@ def test_broken_samples_are_named_and_replaced_so_that_every_batch_is_full(tmp_p
         list(loader_of(out, batch=16, max_bad_samples=3, shuffle=False))
     assert str(error.value) == (
         "data.max_bad_samples: 4 samples cannot be used, 3 are allowed. First: 003: image of zero bytes; 004: not an "
-        "image; 009: truncated or damaged image; 015: empty caption. Raise data.max_bad_samples, or make the stage again "
+        "image; 009: truncated or damaged image; 015: empty caption. Raise data.max_bad_samples, or rebuild the dataset "
         "without them."
     )
 
@@ -215,7 +215,7 @@ def test_paths_that_do_not_fit_together_are_refused(stage, tmp_path):
     ):
         assert problems_of(**fitting) == []
     for remote, local, more, problem in (
-        (None, None, {}, "data.remote: not given. Give a stage's folder or s3:// address, or data.synthetic=true."),
+        (None, None, {}, "data.remote: not given. Give a dataset's folder or s3:// address, or data.synthetic=true."),
         (None, stage, {"stage": "moments"}, "data.stage: the config says 'moments', "),
         (stage, link, {}, f"data.local: {link} is data.remote too. "),
         (link, stage.parent, {}, f"data.local: {stage.parent} has the stage at {link} inside"),

@@ -18,7 +18,7 @@ from streaming import StreamingDataset
 from mds.dataset import KEYS_FILE, column_problem, find_known_keys, is_remote, key_digest, read_dataset
 from mds.index import format_json
 
-AGAIN = "Make the stage again: python -m prepare.shards --help"
+AGAIN = "Rebuild the dataset: python -m prepare.shards --help"
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_dataset_without_the_columns_of_a_run_or_with_other_types_is_refused(s
         return column_problem(changed, {"moments": "ndarray:float16:8,4,4", "tokens": "ndarray:uint16:77"})
 
     images, moments = read_dataset(str(stage)), ("moments", "tokens")
-    assert problem(("caption", "key"), "str", "str") == f"{stage} has no column jpg. Make the stage again."
+    assert problem(("caption", "key"), "str", "str") == f"{stage} has no column jpg. Rebuild the dataset."
     assert "a column jpg of jpeg, this run reads bytes. " in problem(("caption", "jpg", "key"), "str", "jpeg", "str")
     assert problem(moments, "ndarray:float16:8,4,4", "ndarray:uint16:77", kind="moments") is None
     assert "column tokens of str, " in problem(moments, "ndarray:float16:8,4,4", "str", kind="moments")
@@ -205,7 +205,7 @@ def test_the_list_of_a_remote_dataset_is_fetched_once_and_compared(miniature, in
 
 
 def test_of_several_captions_the_first_usable_one_counts():
-    """As in a stage that is made of such a data set, whose caption it is."""
+    """As in a stage that is made of such a dataset, whose caption it is."""
     one = key_digest({"key": "7", "caption": "a dog"})
     assert key_digest({"key": "7", "caption": ["", " a dog ", "another"]}) == one
     assert key_digest({"key": "7", "caption": []}) != one

@@ -125,7 +125,7 @@ def test_a_healthy_run_has_no_error_and_no_file_is_left(examine, tmp_path):
         ("schedule.warmup_batches=5 data.synthetic=true", "schedule", WARNING, "the warm-up of 5 batches is longer "),
         ("measure.warmup_batches=4", "schedule", WARNING, "measure.warmup_batches: 4 of 4 batches: no speed is "),
         ("save.every_images=33", "schedule", WARNING, "save.every_images: 33 is more than the run (4 batches, 32"),
-        ("save.every_images=0", "schedule", WARNING, "save.every_images: 0: a stopped run begins anew."),
+        ("save.every_images=0", "schedule", WARNING, "save.every_images: 0: a stopped run starts over."),
     ],
 )
 def test_a_fault_in_the_words_is_found_by_its_check_alone(examine, tmp_path, words, check, level, text):

@@ -1,4 +1,4 @@
-"""The manifest, and `prepare.downloads`: lists of MLCommons' form, gated files, the hub's models and data sets, the list."""
+"""The manifest, and `prepare.downloads`: lists of MLCommons' form, gated files, the hub's models and datasets, the list."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_group_that_fails_stops_no_other_and_is_resumed(published, web, tmp_pa
     for text in (
         f"gated: {to}/weights/gated.bin: {web.url('gated.bin')}: HTTP 403 (Forbidden)",
         "gated: Gated: accept its terms at https://host/terms, and set HF_TOKEN to a token of that account.",
-        "Not complete: gated. What is done stays; the same command resumes from there.",
+        "Not complete: gated. Finished work is kept; the same command resumes from there.",
         "gated.bin: digest not published, the size alone is compared.",
     ):
         assert text in printed.err

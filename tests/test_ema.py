@@ -257,5 +257,5 @@ def test_an_average_that_does_not_fit_is_refused_with_the_names():
 def test_keys_that_contradict_each_other_are_named():
     assert EMAConfig().problems() == EMAConfig(enabled=True).problems() == []
     both = EMAConfig(enabled=True, half_life="1000ba", decay=0.9)
-    assert both.problems() == [("ema.half_life", "1000ba and ema.decay: 0.9 exclude each other.")]
+    assert both.problems() == [("ema.half_life", "1000ba and ema.decay: 0.9 conflict. Give one of them.")]
     assert [key for key, _ in EMAConfig(half_life="10ba").problems()] == ["ema.enabled"]

@@ -149,7 +149,7 @@ def test_weights_stored_in_half_precision_are_rounded_and_nothing_else(run, fold
     stored = [load_file(out / "unet/diffusion_pytorch_model.safetensors") for out in (folder, half)]
     assert all(torch.equal(stored[0][name].bfloat16(), tensor) for name, tensor in stored[1].items())
     assert ", torch_dtype=torch.bfloat16)" in (half / "README.md").read_text()
-    text = r"^dtype: fp16, but unet.x has values beyond 65,504. Say dtype=bf16, or fp32\.$"
+    text = r"^dtype: fp16, but unet.x has values beyond 65,504. Set dtype=bf16, or fp32\.$"
     with pytest.raises(ValueError, match=text):
         pipeline_files.cast_for_storage("unet.x", torch.tensor([1e5]), "fp16")
 

@@ -325,7 +325,7 @@ def test_the_command_makes_statistics_of_a_folder(tmp_path, capsys, monkeypatch)
     facts = {"extractor": "quarters", "fingerprint": "0" * 32, "resize": "none", "image_size": 32, "num_images": 6}
     assert read_facts(out) == facts
 
-    assert made(2)[1].startswith(f"OUT: {out} exists. Give another name, remove it, or say overwrite=true.")
+    assert made(2)[1].startswith(f"OUT: {out} exists. Give another name, remove it, or set overwrite=true.")
     (folder / "3.jpg").write_bytes(b"broken")
     assert f"{folder / '3.jpg'}: cannot be read as an image" in made(1, "overwrite=true")[1]
     assert out.read_bytes() == before

@@ -183,7 +183,7 @@ def test_an_evaluation_that_is_ended_in_its_midst_goes_on_and_has_the_same_figur
 @pytest.mark.long
 @pytest.mark.timeout(500, func_only=True)
 def test_eval_on_two_ranks_is_stopped_by_a_signal_to_one_resumes_and_scores_as_one_rank_does(whole, program, tmp_path):
-    """In the batches that one rank has: in others an image differs by some 1e-6, and 8 bits of it by a grey level."""
+    """In the batches that one rank has: in others an image differs by some 1e-6, and 8 bits of it by a gray level."""
     words, folder = [str(whole), f"out={tmp_path}", "eval.batch_size=4", "snapshots=last"], tmp_path / EVAL_PARTS
     stopped = run("composer", "-n", "2", str(program), "eval", "10", "1", "2", *words, PYTHONPATH=str(ROOT))
     assert stopped.returncode == 138, stopped.stdout + stopped.stderr

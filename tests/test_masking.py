@@ -134,7 +134,7 @@ def test_a_value_behind_a_variable_is_used_and_its_text_is_written(tmp_path, mon
 
 ENV = "${oc.env:EASEL_A}"
 WITHOUT_VALUE = [
-    (f"batch={ENV}", f"batch is '{ENV}', which stands for something else. Possible: an integer."),
+    (f"batch={ENV}", f"batch is '{ENV}', which resolves to an invalid value. Possible: an integer."),
     ("text=${text}", "text: '${text}' has no value: circular interpolation. Write "),
     ("text=${oc.env:EASEL_UNSET}", "text: '${oc.env:EASEL_UNSET}' has no value: Environment variable "),
     ("text=${optimizer}", "text: '${optimizer}' stands for a section or another `${...}`. "),

@@ -78,7 +78,7 @@ def test_errors_of_memory_are_explained_and_others_stay_as_they_are():
     with pytest.raises(RuntimeError, match="^shapes differ$"), memory.explained(8, 8, **options):
         raise RuntimeError("shapes differ")
     cpu = "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
-    text = "with 1 images a pass of a device batch of 8. Try a=1, then .* begins anew: there is no checkpoint yet"
+    text = "with 1 images a pass of a device batch of 8. Try a=1, then .* starts over: there is no checkpoint yet"
     with pytest.raises(memory.OutOfMemory, match=text), memory.explained(1, 8, **options):
         raise RuntimeError(cpu)
 

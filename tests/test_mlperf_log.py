@@ -351,7 +351,7 @@ def test_a_run_whose_log_could_not_be_accepted_is_refused_before_it_starts(score
         [line] = refused(*words)
         assert text in line
 
-    check_refused("mlperf.enabled: true, but nothing is evaluated. Say eval.when=after, or in_training.")
+    check_refused("mlperf.enabled: true, but nothing is evaluated. Set eval.when=after, or in_training.")
     lacks = "eval.statistics, eval.inception, eval.clip: not given. FID and CLIP score belong in the log."
     check_refused(lacks, scored[0], *scored[-2:])
     check_refused("no target, so no run could succeed. The benchmark's: 90 and 0.15.", *scored)

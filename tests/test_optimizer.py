@@ -87,7 +87,7 @@ def test_keys_without_effect_and_keys_that_exclude_each_other_are_named():
         (dict(warmup_batches=1, warmup_images=5), ["schedule.warmup_batches"]),
     ):
         assert [name for name, _ in ScheduleConfig(**keys).problems()] == names
-    problem = ("optimizer.lr", "0.0001 and optimizer.lr_per_image: 1e-07 exclude each other.")
+    problem = ("optimizer.lr", "0.0001 and optimizer.lr_per_image: 1e-07 conflict. Give one of them.")
     assert OptimizerConfig(lr=1e-4, lr_per_image=1e-7).problems() == [problem]
 
 

@@ -224,7 +224,7 @@ def test_time_goes_on_over_starts_and_a_resume_is_on_record(tmp_path):
     assert history.windows["elapsed_sec"].tolist() == [5.0, 10.0, 27.0, 32.0]  # the first one had come to 19 s
     assert history.seconds == 33.0 and history.device_hours == pytest.approx(33.0 * 2 / 3600)
     text = parsed(run).text("section", id="starts")
-    assert "Resumes: 1. 2 windows were trained again or closed anew after a resume." in text
+    assert "Resumes: 1. 2 windows were trained again or closed again after a resume." in text
     assert "killed 19.0 s" in text and "ended 14.0 s" in text
 
 

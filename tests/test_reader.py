@@ -122,7 +122,7 @@ def test_a_damaged_or_missing_shard_is_named_with_both_digests(copy, tmp_path, q
     shard.write_bytes(content)
     text = f"data: {shard} is damaged: its xxh64 is {get_hash('xxh64', content)}, that of the stage is {good}"
     batches = list(itertools.islice(stream_of(tmp_path / "cache", remote=copy), 20))
-    failure = f"{text}, in 3 tries. Make the stage again, or copy it anew."
+    failure = f"{text}, in 3 tries. Rebuild the dataset, or copy it again."
     assert batches[-3:] == [{"failure": [failure]}] * 3
     with pytest.raises(StreamFailure, match=f"^{text}"):
         stream_of(copy).read_batch([3])

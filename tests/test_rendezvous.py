@@ -106,7 +106,7 @@ def test_a_rank_that_comes_twice_is_refused(as_rank):
     come(store, 1, "b", 3).add("came/1", 1)
     as_rank(1, 3)
     assert refused(ConfigError, rendezvous._check_in, store, 5.0, "") == (
-        f"RANK: 1 came twice, from b and from {HOST}. Give each machine its own composer --node_rank, from 0 on."
+        f"RANK: 1 connected twice, from b and from {HOST}. Give each machine its own composer --node_rank, from 0 on."
     )
 
 

@@ -131,10 +131,10 @@ def test_sharded_weights_are_trained_as_whole_ones(tmp_path):
         ([word(), "model.family=wan", "model.variant=stock", "image_size=64"], "makes videos"),
         ([word(), "model.family=sd2", "model.variant=stock", "image_size=64"], "has no list of transformer blocks"),
         ([word(depth=2)], "depth=2, but there are 2 blocks. Possible: 1 to 1."),
-        ([word(), "compile=whole"], "Say compile=blocks."),
+        ([word(), "compile=whole"], "Set compile=blocks."),
         (
             [word(), "data.stage=moments", "data.text=stored"],
-            "without a VAE, and it needs images. Say data.stage=images.",
+            "without a VAE, and it needs images. Set data.stage=images.",
         ),
         ([word("no/folder/here")], "no encoder no/folder/here"),
         ([word("families/shapes_weights/vae")], "no encoder families/shapes_weights/vae"),

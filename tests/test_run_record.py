@@ -145,7 +145,7 @@ def test_a_broken_config_of_a_run_is_named_with_what_to_do(tmp_path, name, conte
     path = tmp_path / name
     path.write_text(content)
     for read in (read_config, files.saved_batch_size, lambda folder: keep_keys(folder, {"eval.batch_size": 4})):
-        with pytest.raises(ConfigError, match=rf"^{path}: [^\n]*Bring back a copy, or remove it[^\n]*$"):
+        with pytest.raises(ConfigError, match=rf"^{path}: [^\n]*Restore a copy, or remove it[^\n]*$"):
             read(tmp_path)
     assert path.read_text() == content
 

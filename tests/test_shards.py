@@ -98,9 +98,9 @@ def test_nothing_is_lost_without_a_word(tmp_path, capsys):
         ("0.tar", "c.v2.jpg", "belongs to no sample"),
         ("0.tar", "d\udcff", "key is not UTF-8"),
         ("0.tar", "e", "metadata is not JSON"),
-        *(("0.tar", key, "key climbs out of its tar") for key in climbing[:2]),
+        *(("0.tar", key, "key leads out of its source") for key in climbing[:2]),
         ("0.tar", "f.jpg", "is a link"),
-        ("0.tar", climbing[2], "key climbs out of its tar"),
+        ("0.tar", climbing[2], "key leads out of its source"),
         *((f"{n}.tar", None, "has no sample" if n == 3 else unread) for n in range(1, 6)),
         ("00000", "stats.parquet", "belongs to no sample"),
     ]
@@ -108,7 +108,7 @@ def test_nothing_is_lost_without_a_word(tmp_path, capsys):
     last, pace = split_pace(capsys.readouterr().out.splitlines()[-1])
     assert re.fullmatch(r"[0-9.,]+ samples/s over [0-9.]+ s", pace)
     assert last == (
-        "found 11 samples, wrote 4, skipped 7 (duplicate key: 1, key climbs out of its tar: 3, key is not UTF-8: 1, "
+        "found 11 samples, wrote 4, skipped 7 (duplicate key: 1, key leads out of its source: 3, key is not UTF-8: 1, "
         f"metadata is not JSON: 1, missing caption: 1); sources with a fault: 5 ({unread}: 4, has no sample: 1); "
         f"files that were not read: 3, e.g. c.v2.jpg; in {out}; reasons: {out}/skipped.jsonl"
     )

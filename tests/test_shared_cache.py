@@ -206,7 +206,7 @@ def test_a_run_that_reads_another_dataset_is_refused_while_the_folder_is_in_use(
         streams = [RetryingStream(remote=remote, local=local, index_sha256=digests[number])]
         return MomentsDataset(columns=[COLUMNS], streams=streams, **DATASET)
 
-    text = f"^data.local: {tmp_path}/cache is in use by a run that reads another data set. "
+    text = f"^data.local: {tmp_path}/cache is in use by a run that reads another dataset. "
     with contextlib.closing(read(0)), pytest.raises(StreamFailure, match=text):
         read(1)
     gc.collect()  # the refused one

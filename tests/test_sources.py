@@ -128,7 +128,7 @@ def test_broken_rows_are_skipped_with_their_reason_and_the_rest_is_written(tmp_p
         ("g", {"image": "gs://bucket/a.jpg"}, "image is at an address of another kind than s3://"),
         ("h", {"caption": None}, "missing caption"),
         ("i", {"caption": 3}, "caption is not text"),
-        ("../j", {}, "key climbs out of its tar"),
+        ("../j", {}, "key leads out of its source"),
     ]
     good = {"image": paths[0], "caption": "good", "key": "good"}
     lines = [good, *({**good, "key": key, **changes} for key, changes, _ in broken), {**good, "key": None}]
@@ -286,5 +286,5 @@ def test_a_store_that_goes_away_is_waited_for_and_no_part_is_made_without_it(in_
     assert text.startswith(
         f"SOURCE: {address}/0.tar cannot be read: nothing listens at http://127.0.0.1:9. Check the port "
     )
-    assert re.search(r"waited for \d+ s. What is done stays; the same command resumes from there.$", text)
+    assert re.search(r"waited for \d+ s. Finished work is kept; the same command resumes from there.$", text)
     assert make(f"{address}/0.tar", tmp_path / "out") == 0 and len(rows(tmp_path / "out")) == 1

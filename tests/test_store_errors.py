@@ -21,7 +21,7 @@ ADDRESSES = [
     ("s3://easel/mom?token=hunter2", f"s3://easel/mom?*** has a '?', and what follows it would be left out. {S3}."),
     ("s3://[easel/mom", f"s3://[easel/mom names no bucket. {S3}."),
     ("s3://easel/m\nom", "'s3://easel/m\\nom' has a blank at an end, or a "),
-    ("hf://b/x", "hf://b/x names no dataset of a hub. Write hf://datasets/OWNER/NAME/FOLDER."),
+    ("hf://b/x", "hf://b/x is not the address of a hub dataset. Write hf://datasets/OWNER/NAME/FOLDER."),
     ("sftp:///mom", "sftp:///mom names no host. Write sftp://USER@HOST/FOLDER."),
 ]
 

@@ -305,7 +305,7 @@ def test_a_call_runs_what_has_no_row_and_repeats_only_what_it_is_asked_to(folder
     before, num = rows(folder), num_lines(lines) - 1
     assert stand_in(text, {}) == 0
     assert rows(folder) == before and counts(folder) == once
-    assert stand_in(text, {}, "only=status:ok") == 0  # a finished run would only say that it is: they begin anew
+    assert stand_in(text, {}, "only=status:ok") == 0  # a finished run would only say that it is: they start over
     assert num_lines(lines) == num + 6 and counts(folder) == once
     assert len(list((folder / STALE).glob("*/count"))) == 3
 
@@ -354,7 +354,7 @@ def test_a_run_that_does_not_fit_by_the_plan_is_not_started(folder, stand_in):
 def test_a_second_call_during_the_first_is_refused(folder, stand_in, capsys):
     with running.lock_folder(folder):
         assert stand_in(TWO_SEEDS, {}) == 2
-    assert f"runs: another sweep.py is at {folder}." in capsys.readouterr().err
+    assert f"runs: another sweep.py uses {folder}." in capsys.readouterr().err
 
 
 def test_uncommitted_code_reuses_no_row(folder, stand_in, capsys, monkeypatch):

@@ -42,7 +42,7 @@ def as_hugging_face(files: list[bytes | None], paths: list[str | None]) -> Any:
 
 @pytest.fixture
 def hub_folder(tmp_path: Path) -> Path:
-    """A data set in the form of one on the hub: two files of a split, one of another."""
+    """A dataset in the form of one on the hub: two files of a split, one of another."""
     for split, number, count in (("train", 0, 4), ("train", 1, 3), ("test", 0, 2)):
         files = as_hugging_face(images(count, 4 * number), [f"{n}.jpg" for n in range(count)])
         name = f"{split}-{number:05d}-of-{2 if split == 'train' else 1:05d}.parquet"
@@ -58,7 +58,7 @@ def test_a_library_that_is_missing_is_named_with_how_to_install_it(tmp_path, cap
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     assert make(tmp_path / "t.parquet" if module == "pyarrow" else "owner/name", tmp_path / "out") == 2
     message = (
-        f"{module} is not installed, which reads Parquet and Arrow files and Hugging Face data sets. Run: pip install "
+        f"{module} is not installed, which reads Parquet and Arrow files and Hugging Face datasets. Run: pip install "
     )
     assert f"{message}--no-deps -r requirements/tables.lock\n" in capsys.readouterr().err
 
@@ -136,7 +136,7 @@ def test_parquet_in_a_store_gives_what_it_gives_on_disk_and_names_images_beside_
     assert [row["jpg"] for row in rows(tmp_path / "paths")] == images(2)
 
 
-# --- Hugging Face data sets ---
+# --- Hugging Face datasets ---
 
 
 @with_datasets

@@ -161,7 +161,7 @@ def test_third_party_weights_that_lack_or_contradict_something_are_refused(their
         assert refusal(capsys, path, tmp_path / "x", *more).startswith(text)
 
     refused(alone, f"model.weights: not given, and {alone} has no autoencoder and no text encoder. ")
-    text = f"eval.weights: ema, but {theirs}/alone.ckpt has no model_ema.*. Say eval.weights=training.\n"
+    text = f"eval.weights: ema, but {theirs}/alone.ckpt has no model_ema.*. Set eval.weights=training.\n"
     refused(theirs / "alone.ckpt", text, "eval.weights=ema", *words)
     unet(1).save_pretrained(tmp_path / "unet")
     scheduler(tmp_path, prediction_type="sample")

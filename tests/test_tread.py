@@ -200,7 +200,7 @@ def test_sharded_weights_are_trained_as_whole_ones(tmp_path):
         ),
         (
             [OF_TINY, "compile=whole"],
-            "tread: compile=whole makes one graph, and tokens are routed between blocks. Say compile=blocks.",
+            "tread: compile=whole makes one graph, and tokens are routed between blocks. Set compile=blocks.",
         ),
         (
             [f"algorithms=['{NAME}']", "model.preset=full"],

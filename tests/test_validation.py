@@ -225,7 +225,7 @@ def test_a_signal_in_a_validation_ends_the_run_and_the_next_start_repeats_it(
         assert benchmark.main(words) == 128 + signal.SIGTERM
     said = capsys.readouterr().err
     assert f"validation: 0 images, validation loss {lines_of(folder)[0]['val_loss']:.6g}\n" in said
-    assert "validation: stopped by a signal; the next start measures it anew." in said
+    assert "validation: stopped by a signal; the next start measures it again." in said
     assert f"SIGTERM: stopped after batch 2; saved {folder / 'checkpoints'}/full-ba000000000002-" in said
     assert [line["batch"] for line in lines_of(folder)] == [0]
     assert benchmark.main(words) == 0

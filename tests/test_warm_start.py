@@ -50,7 +50,7 @@ def test_training_begins_with_a_published_unet(published):  # noqa: F811
 
 @pytest.mark.long
 def test_training_begins_at_another_size_with_an_earlier_runs_training_weights(earlier, tmp_path, monkeypatch):
-    """MosaicML's second stage: the first batch's weights are the first run's last; optimizer and counters begin anew."""
+    """MosaicML's second stage: the first batch's weights are the first run's last; optimizer and counters start over."""
     newest = list_checkpoints(earlier / "checkpoints", FULL)[0]
     weights = read_checkpoint(newest)["model"]
     average = read_checkpoint(newest)["ema"]["weights"]["denoiser.conv_in.weight"]

@@ -60,7 +60,7 @@ from mds.mixture import StreamConfig, bucket_sizes_of, name_datasets, resolve_st
 from mds.reader import BatchDataset
 from model import LatentDiffusion
 from ranks import collectives
-from run_folder.environment import asked_for_cpu, device_name
+from run_folder.environment import device_name, start_cpu_query
 from run_folder.files import EVAL_PARTS, ConfigFiles, keep_keys, saved_batch_size
 from run_folder.mlperf_log import as_evaluation
 from training import sharding, speed, verify_ranks
@@ -205,7 +205,7 @@ def build_trainer(
 ) -> Trainer:
     """Build Composer's Trainer, or the one that does not wait for losses."""
     assert config.precision is not None and config.run_name is not None
-    asked_for_cpu().join()
+    start_cpu_query().join()
     pending = record.losses.async_losses
     trainer_class = Trainer if pending is None else functools.partial(NonBlockingTrainer, losses=pending)
     return trainer_class(
@@ -530,7 +530,7 @@ def open_held_out(
     num = min(config.validation.num_samples, held_out.num_samples)
     if config.mlperf.enabled:
         log.info(
-            "validation: that none of its samples is trained on is not checked: MLPerf's clock is not running yet."
+            "validation: overlap with the training data is not checked: it may not be read before MLPerf's clock starts."
         )
     else:
         collectives.on_rank_zero(lambda: check_samples(dataset, num, trained))

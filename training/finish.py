@@ -78,7 +78,7 @@ def write_page(folder: Path, *, is_silent: bool = False) -> None:
 
         path = page.write([folder])
     except Exception as error:  # also a defect of the page: the run's result is more
-        log.warning(f"page: it cannot be written: {error} python -m reports.page {folder} tries again.")
+        log.warning(f"page: cannot be written: {error} To retry: python -m reports.page {folder}")
         return
     if not is_silent:
         log.info(f"page: {path}")

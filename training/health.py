@@ -96,7 +96,7 @@ def problems(config: HealthConfig, sharding: str) -> list[tuple[str, str]]:
     if every is None or not is_sharded(sharding) or dist.get_world_size() > ranks_per_copy(sharding):
         return []
     problem = f"{every}, but sharding={sharding}: each rank has other parts of one copy of the weights"
-    return [("health.digest_every_batches", f"{problem}. Leave it out, or say sharding=hybrid on several machines.")]
+    return [("health.digest_every_batches", f"{problem}. Leave it out, or set sharding=hybrid on several machines.")]
 
 
 def build_health(

@@ -87,9 +87,7 @@ def load(model: LatentDiffusion, path: str, weights: Literal["ema", "training"] 
             raise ConfigError([f"model.denoiser: {line}" for line in lines]) from error
         return [f"begins with {denoiser}{f' ({source} weights)' if source else ''}", *notes]
     if wrong := find_damage(own):
-        raise ConfigError(
-            [f"model.denoiser: {own} is damaged: {wrong}. Bring back a copy, or give another checkpoint."]
-        )
+        raise ConfigError([f"model.denoiser: {own} is damaged: {wrong}. Restore a copy, or give another checkpoint."])
     content = read_checkpoint(own)
     tensors, progress = content["model"], content["progress"]
     with torch.no_grad():

@@ -171,7 +171,7 @@ def _refusal(server: str, key: str) -> str | None:
     thread.join(SERVER_SEC)
     answer = answers[0] if answers else f"does not answer within {SERVER_SEC:g} s"
     if answer in (401, 403):
-        advice = "Run `wandb login --relogin`, correct WANDB_API_KEY, or say loggers.wandb.mode=offline"
+        advice = "Run `wandb login --relogin`, correct WANDB_API_KEY, or set loggers.wandb.mode=offline"
         raise ConfigError([f"loggers.wandb: {server} rejected this machine's login. {advice}."])
     if isinstance(answer, int):
         return f"answers with {answer}" if answer >= 500 else None

@@ -5,9 +5,9 @@
                                   arXiv:2110.02861)
     precision=bf16_params         weights and gradients in bfloat16                   4 bytes instead of 8
 
-Each step is computed in float32. What is written to bfloat16 is rounded stochastically: with x between the neighbours a < b,
+Each step is computed in float32. What is written to bfloat16 is rounded stochastically: with x between the neighbors a < b,
 to b with probability (x - a) / (b - a). So the mean over many steps is right, and a change far below the distance of two
-neighbours is not lost (Zamirai et al. 2020, arXiv:2010.06192). 8-bit codes are rounded to the nearest one.
+neighbors is not lost (Zamirai et al. 2020, arXiv:2010.06192). 8-bit codes are rounded to the nearest one.
 
 The random bits of a number come from (seed, step, tensor, part, its place) alone: the same seed gives the same weights, and
 a stopped run resumes bit for bit. Ranks that hold the same part of a tensor draw the same. Torchao's AdamW draws from torch's
@@ -58,7 +58,7 @@ def problems(config: OptimizerConfig, precision: str | None) -> list[tuple[str, 
     if config.rounding is not None and config.states != "bf16" and precision != "bf16_params":
         problem = f"{config.rounding}, but nothing is rounded to bf16: precision={precision or 'null'}"
         problem += f", optimizer.states={config.states}"
-        advice = "Say optimizer.states=bf16 or precision=bf16_params, or leave it out"
+        advice = "Set optimizer.states=bf16 or precision=bf16_params, or leave it out"
         messages.append(("optimizer.rounding", f"{problem}. {advice}."))
     return messages
 

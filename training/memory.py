@@ -35,7 +35,7 @@ from training import low_memory_adamw, muon
 from training.speed import checkpoint_blocks, denoiser_parts
 from weights.tensors import build_on_meta, is_out_of_memory, iterate_tensors
 
-# CUDA's autocast keeps outputs of normalisations in float32, the CPU's does not: 1.14 against 0.88 GiB per image for the SD2
+# CUDA's autocast keeps outputs of normalizations in float32, the CPU's does not: 1.14 against 0.88 GiB per image for the SD2
 # UNet at 512 px. A compiled network recomputes them in the backward pass: 0.83.
 CUDA_AUTOCAST_FACTOR = 1.3
 BYTES_PER_PARAMETER_OF_EMA = 4
@@ -336,10 +336,10 @@ def available_gib() -> tuple[float, str]:
 def room_of_a_rank(ranks_on_device: int) -> str:
     """Describe the available memory, GiB, and how much of it each of the processes that share it can use."""
     available, place = available_gib()
-    usable = f"{usable_gib(ranks_on_device):.1f} can be planned with"
+    usable = f"of which {usable_gib(ranks_on_device):.1f} can be used"
     each = f" for each of {ranks_on_device} processes" if ranks_on_device > 1 else ""
     more = f"; a GPU keeps {CUDA_AUTOCAST_FACTOR} times a CPU's activations in bf16 and fp16"
-    return f"{place} has {available:.1f}, of which {usable}{each}{'' if torch.cuda.is_available() else more}"
+    return f"{place} has {available:.1f}, {usable}{each}{'' if torch.cuda.is_available() else more}"
 
 
 def usable_gib(ranks_on_device: int) -> float:
@@ -372,7 +372,7 @@ def memory_problem(
     return (
         f"{microbatch} images a pass need about {need:.1f} GiB ({fixed:.1f} for weights, gradients, optimizer, "
         f"encoders and cast weights, {cost.activation_gib_per_image:.2f} an image); {place} has {available:.1f}{share}. "
-        f"Ways out: {', '.join(remedies)}."
+        f"Try: {', '.join(remedies)}."
     )
 
 
@@ -392,7 +392,7 @@ def has_average_on_device(config: EMAConfig) -> bool:
 
 # --- microbatch size ---
 #
-# Composer's own `auto` is not used: it stays active while speed is measured, synchronises in every pass, and fails with
+# Composer's own `auto` is not used: it stays active while speed is measured, synchronizes in every pass, and fails with
 # FSDP from torch 2.8 on.
 
 AUTO = "auto"
@@ -516,7 +516,7 @@ def explained(microbatch: int, device_batch: int, *, savings: Sequence[str], las
         remedies = [f"device_train_microbatch_size={smaller}"] if smaller else []
         remedies += savings if smaller else [*savings, LAST_REMEDIES]
         checkpoint = last_checkpoint()
-        onwards = f"resumes from {checkpoint}" if checkpoint else "begins anew: there is no checkpoint yet"
+        onwards = f"resumes from {checkpoint}" if checkpoint else "starts over: there is no checkpoint yet"
         raise OutOfMemory(
             f"device_train_microbatch_size: out of memory with {microbatch} images a pass of a device batch of "
             f"{device_batch}{_held()}. Try {', then '.join(remedies)}; the same command with it {onwards}."

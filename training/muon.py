@@ -51,10 +51,10 @@ def problems(config: OptimizerConfig, precision: str | None, *, has_adapter: boo
     messages: list[tuple[str, str]] = []
     if config.name != "muon":
         return messages
-    adamw = "or say optimizer.name=adamw"
+    adamw = "or set optimizer.name=adamw"
     if precision == "bf16_params":
         text = "bf16_params, but muon updates float32 weights"
-        messages.append(("precision", f"{text}. Say precision=bf16, {adamw}."))
+        messages.append(("precision", f"{text}. Set precision=bf16, {adamw}."))
     if has_adapter:
         text = "given, but muon is for the network's own matrices, and an adapter's are products of two"
         messages.append(("lora.rank", f"{text}. Leave it out, {adamw}."))

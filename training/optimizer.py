@@ -53,7 +53,7 @@ class OptimizerConfig:
         if self.name == "adamw":
             return problems
         if self.name == "muon":
-            text = "but muon keeps its states in float32. Leave it out, or say optimizer.name=adamw."
+            text = "but muon keeps its states in float32. Leave it out, or set optimizer.name=adamw."
             given = ((key, getattr(self, key)) for key in ("states", "rounding"))
             return problems + [(f"optimizer.{k}", f"{v}, {text}") for k, v in given if v not in ("fp32", None)]
         if not is_plugin(self.name):
@@ -120,7 +120,7 @@ class ScheduleConfig:
         for key, default in unused.items():
             if (value := getattr(self, key)) != default:
                 users = "polynomial" if key == "power" else "linear, cosine or polynomial"
-                text = f"{value:g}, but {self.name} has none. Say schedule.name={users}, or leave it out."
+                text = f"{value:g}, but {self.name} has none. Set schedule.name={users}, or leave it out."
                 messages.append((f"schedule.{key}", text))
         return messages
 
@@ -223,7 +223,7 @@ def build_optimizer(
     hidden = hidden_weights(getattr(model, "denoiser", model)) if config.name == "muon" else []
     if config.name == "muon" and not hidden:
         blocks = "the network has no blocks with matrices, as diffusers' transformers and UNets have"
-        raise ValueError(f"optimizer.name: muon, but {blocks}. Say optimizer.name=adamw.")
+        raise ValueError(f"optimizer.name: muon, but {blocks}. Set optimizer.name=adamw.")
     is_hidden = set(map(id, hidden))
     parameters = [p for p in parameters if id(p) not in is_hidden]
     groups: list[dict[str, Any]]

@@ -56,7 +56,7 @@ def problems(keys: Mapping[str, Any], model: ModelConfig) -> list[tuple[str, str
             f"{sharding} over {ranks} ranks, but the denoiser has {most} blocks: most ranks would have next to nothing"
         )
         values = "hybrid, sharding=off, or" if sharding == "full" else "off, or"
-        messages.append(("sharding", f"{problem}. Say sharding={values} {most} ranks at most."))
+        messages.append(("sharding", f"{problem}. Set sharding={values} {most} ranks at most."))
     return messages
 
 
@@ -64,18 +64,18 @@ def refusals(keys: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(key, message) for every key that does not go with sharding, on or off. `keys`: all of a run."""
     sharding = keys["sharding"] if keys["sharding"] != "off" else "full"
     is_searched = torch.cuda.is_available() and keys["eval.when"] == "in_training"
-    precisions, ranks_apart = ", ".join(PRECISIONS), "ranks would run out of memory apart. Give a number"
+    precisions, ranks_apart = ", ".join(PRECISIONS), "ranks may run out of memory at different sizes. Give a number"
     refused: list[tuple[str, Callable[[Any], bool], str]] = [
         ("channels_last", lambda value: value, "weights in NHWC cannot be split. Leave it out"),
-        ("compile", lambda value: value == "whole", "one graph cannot gather block by block. Say compile=blocks"),
+        ("compile", lambda value: value == "whole", "one graph cannot gather block by block. Set compile=blocks"),
         ("device_train_microbatch_size", lambda value: value == "auto", ranks_apart),
-        ("ema.device", lambda value: value == "cpu", "the EMA is in parts too. Say ema.device=model"),
+        ("ema.device", lambda value: value == "cpu", "the EMA is in parts too. Set ema.device=model"),
         ("eval.batch_size", lambda value: value is None and is_searched, ranks_apart),
-        ("lora.rank", lambda value: value is not None, "an adapter is small. Say sharding=off"),
+        ("lora.rank", lambda value: value is not None, "an adapter is small. Set sharding=off"),
         (
             "optimizer.states",
             lambda value: value == "8bit",
-            "its blocks do not end where parts do. Say optimizer.states=bf16",
+            "its blocks do not end where parts do. Set optimizer.states=bf16",
         ),
         (
             "precision",

@@ -91,11 +91,11 @@ class SpeedKeys:
         if not is_gpu and precision in ("fp16", "tf32"):
             problems.append(("precision", f"{precision} needs a GPU. Possible on a CPU: fp32, bf16, bf16_params."))
         if self.compile == "off" and self.compile_mode != "default":
-            problems.append(("compile_mode", f"{self.compile_mode}, but compile=off. Say compile=whole."))
+            problems.append(("compile_mode", f"{self.compile_mode}, but compile=off. Set compile=whole."))
         if self.compile != "off" and (text := compiler_problem(is_gpu)):
             problems.append(("compile", f"{self.compile} {text}"))
         if self.cuda_graphs and self.compile != "whole":
-            text = f"true, but compile={self.compile}, which has several graphs. Say compile=whole, or leave it out."
+            text = f"true, but compile={self.compile}, which has several graphs. Set compile=whole, or leave it out."
             problems.append(("cuda_graphs", text))
         wanted = [key for key in ON_A_GPU if getattr(self, key) and not is_gpu]
         problems += [(key, "true needs a GPU. Leave it out on a CPU.") for key in wanted]
@@ -120,9 +120,9 @@ def compiler_problem(is_gpu: bool) -> str | None:
     """Say what torch.compile lacks here, or None."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as inductor chooses it
     if not shutil.which(compiler):
-        return f"needs a C++ compiler, and there is no '{compiler}'. Install it, set CXX, or say compile=off."
+        return f"needs a C++ compiler, and there is no '{compiler}'. Install it, set CXX, or set compile=off."
     if is_gpu and importlib.util.find_spec("triton") is None:
-        return "needs triton, which is not installed. pip install triton, or say compile=off."
+        return "needs triton, which is not installed. pip install triton, or set compile=off."
     return None
 
 

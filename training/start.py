@@ -155,12 +155,12 @@ def find_standing(settings: StartSettings, device: Device, timeout_sec: float, u
             written, or has another run of this name; weights are not available or do not fit; its files are damaged.
         Failed: on all ranks: a rank or the store is away, or another process uses the run's folder.
     """
-    saved_keys = settings.keys
-    run_name, watch = verify_ranks.verify_ranks_match(saved_keys, device, timeout_sec)
+    requested_keys = settings.keys
+    run_name, watch = verify_ranks.verify_ranks_match(requested_keys, device, timeout_sec)
     settings, result = _restore(settings.with_keys({"run_name": run_name}), uploads)
     if result is None:
         settings = settings.with_keys(fetch_for_training(settings))
-    changes = {key: value for key, value in settings.keys.items() if saved_keys[key] != value}
+    changes = {key: value for key, value in settings.keys.items() if requested_keys[key] != value}
     if result is not None:
         return Standing(settings, watch, changes, None, result)
     save = settings.save
@@ -415,15 +415,15 @@ def check_evaluations(folder: Path, batch: int, settings: Mapping[str, Any]) -> 
     Raises:
         ConfigError: lists what differs.
     """
-    todo = "A run's evaluations have to be alike: use that, or another run_name; its snapshots can be scored anew by "
-    todo += f"composer eval.py {folder} KEY=... out=FOLDER."
+    todo = "A run's evaluations must have the same settings: use the earlier ones, or another run_name; its snapshots can be "
+    todo += f"scored again by composer eval.py {folder} KEY=... out=FOLDER."
     lines = [line for line in evaluations_of(folder) if line["batch"] <= batch]
     _check_alike(f"{folder} was evaluated", lines[-1:], SETTINGS, settings, todo)
 
 
 def check_validations(folder: Path, batch: int, settings: Mapping[str, Any]) -> None:
     """The same of a run's validations, if its target is their loss. `settings`: those of this start's validations."""
-    todo = "Losses of one target have to be alike: use that, or another run_name."
+    todo = "Losses of one target must have the same settings: use the earlier ones, or another run_name."
     lines = [line for line in validations_of(folder) if line["batch"] <= batch]
     _check_alike(f"{folder} was validated", lines, OF_VALIDATION, settings, todo)
 

@@ -319,11 +319,11 @@ def remove_damaged(name: str, folder: Path, verification: Any) -> None:
         path.unlink(missing_ok=True)
     if damaged:
         text = f"{name}: {', '.join(map(str, damaged))} did not have the digest that {get_host()} states"
-        raise WeightsError(f"{text}. Removed: start again to download anew.")
+        raise WeightsError(f"{text}. Removed: start again to download it again.")
 
 
 def fetch_dataset(repo: str, revision: str | None, folder: Path, num_workers: int) -> int:
-    """Fetch a data set into a folder, and compare its files with the hub's digests; return how many there are.
+    """Fetch a dataset into a folder, and compare its files with the hub's digests; return how many there are.
 
     Raises:
         WeightsError: it is not available, or a file was damaged on its way.

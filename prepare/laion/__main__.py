@@ -4,7 +4,7 @@
     python -m prepare.laion metadata|filter|images FILE.yaml                      # one stage of it
     python -m prepare.laion account FILE.yaml                                     # what has become of each row
 
-metadata fetches the parts of the table. filter leaves the rows that are wanted. images brings their images, by
+metadata fetches the parts of the table. filter keeps the rows that are wanted. images brings their images, by
 img2dataset, into FOLDER/tars, where prepare.shards continues. Each stage ends with its account: rows, rows that are left,
 and how many others there are for which reason.
 
@@ -87,7 +87,7 @@ def make_metadata(config: LaionConfig) -> None:
 
 
 def make_filter(config: LaionConfig) -> None:
-    """Leave the rows that are wanted, in processes of this machine: the metadata lie on its disk."""
+    """Keep the rows that are wanted, in processes of this machine: the metadata is on its disk."""
     filter.filter_all(config, functools.partial(run_on, dataclasses.replace(config, engine="local", ray="auto")))
 
 
@@ -193,7 +193,7 @@ def print_account(config: LaionConfig) -> int:
             print(f"{name}: not finished ({str(error).splitlines()[0].rstrip('.')})")
         except (ValueError, KeyError, TypeError) as error:
             text = f"account: {name}: a file of it is damaged: {type(error).__name__}: {error}"
-            raise Failed(f"{text}. Remove the folder of this stage, and make it anew.") from error
+            raise Failed(f"{text}. Remove the folder of this stage, and make it again.") from error
     if not accounts:
         raise Failed(f"account: nothing is finished in {config.folder}.")
     check_accounts(accounts)
@@ -211,7 +211,7 @@ def check_accounts(accounts: Sequence[Account]) -> None:
     for before, after in itertools.pairwise(accounts):
         if before.kept != after.rows:
             text = f"account: {before.stage} left {before.kept:,} rows, {after.stage} read {after.rows:,}"
-            raise Failed(f"{text}. They are of different commands: make {after.stage} anew.")
+            raise Failed(f"{text}. They are of different commands: make {after.stage} again.")
 
 
 # --- run `python -m prepare.laion` ---

@@ -34,7 +34,7 @@ class FilterConfig:
     caption: str | None = None
     """Column with the caption. null: TEXT, caption, text, TOP_CAPTION."""
     licenses: str | None = prose(None, "names with commas, or all but some: not ?")
-    """Licences that are wanted, with commas; `not` before them: all but these. `not ?` is the reference's. null: any."""
+    """Licenses that are wanted, with commas; `not` before them: all but these. `not ?` is the reference's. null: any."""
     nsfw: str | None = prose(None, "names with commas, or all but some: not NSFW")
     """Values of NSFW that are wanted, in the same form. null: any."""
     languages: str | None = prose(None, "names with commas, or all but some: not nolang")
@@ -76,7 +76,7 @@ class ImagesConfig:
     image_size: int = limited(512, 1, 16384)
     """Pixels, where resize_mode is not `no`. Smaller images are not enlarged."""
     skip_reencode: bool = True
-    """Keep a JPEG's own bytes if it is not resized. false: as the reference, write each anew."""
+    """Keep a JPEG's own bytes if it is not resized. false: as the reference, write each again."""
     encode_quality: int = limited(95, 1, 100)
     """Quality of the JPEGs that are written."""
     exif: bool = False

@@ -182,7 +182,7 @@ def format_counts(counts: Mapping[str, int]) -> str:
 
 
 def keep(options: Options, rows: Mapping[str, Any] | None = None, skipped: Mapping[str, str] | None = None) -> None:
-    """Put rows into the record, which is made anew where there is none."""
+    """Put rows into the record, which is made again where there is none."""
     from run_folder.environment import environment
 
     path = Path(options.out)
