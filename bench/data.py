@@ -6,11 +6,11 @@
 Three parts, each with contestants that alternate on the same samples:
 
     moments    batches of 64, (64, 8, 64, 64)
-        ours         the stage `moments` through data.build_data; float16
+        ours         the dataset `moments` through data.build_data; float16
         plain        the same shards through StreamingDataset and torch's DataLoader; float16
         webdataset   KEY.npy (1, 8, 64, 64) float32 and KEY.txt in a tar, as the MLPerf reference has them; not tokenized
     images     batches of 16, (16, 3, 512, 512), from JPEGs, with tokens
-        ours         the stage `images` through data.build_data; uint8
+        ours         the dataset `images` through data.build_data; uint8
         plain        the same shards and functions, sample by sample in __getitem__; uint8
         webdataset   KEY.jpg and KEY.txt in a tar; PIL, then torchvision's Resize, CenterCrop and ToTensor; float32
     streams    one stage of moments; two of half the size
@@ -93,7 +93,7 @@ def check(config: DataBenchConfig) -> list[Problem]:
 
 
 def build_family() -> Family:
-    """Return the family that the stages are made for; its networks are not built."""
+    """Return the family that the datasets are made for; its networks are not built."""
     return load_family("sd2", "tiny", "stock")
 
 
@@ -125,7 +125,7 @@ def render_jpeg(number: int, size: tuple[int, int]) -> bytes:
 
 
 def write_moments(folder: Path, num_samples: int, *, size: ImageSize = SIZE, tar: bool = False) -> None:
-    """Write random moments as a stage in folder/stage and, if asked for, the same numbers to folder/samples.tar."""
+    """Write random moments as a dataset in folder/stage and, if asked for, the same numbers to folder/samples.tar."""
     columns = build_family().columns("moments", size)
     encodings = {name: array_encoding(column.stored_dtype, column.shape) for name, column in columns.items()}
     random, moments, tokens = np.random.default_rng(SEED), columns["moments"], columns["tokens"]
@@ -142,7 +142,7 @@ def write_moments(folder: Path, num_samples: int, *, size: ImageSize = SIZE, tar
 
 
 def write_images(folder: Path, num_images: int) -> None:
-    """Write rendered JPEGs as a stage in folder/stage, and the same bytes to folder/samples.tar."""
+    """Write rendered JPEGs as a dataset in folder/stage, and the same bytes to folder/samples.tar."""
     sizes = [ORIGINAL_SIZES[number % len(ORIGINAL_SIZES)] for number in range(num_images)]
     rows = (
         {"jpg": render_jpeg(number, size), "width": size[0], "height": size[1], **words(number)}
@@ -182,7 +182,7 @@ def our_loader(config: DataConfig, batch_size: int, size: ImageSize = SIZE) -> A
 
 
 class PlainImages(StreamingDataset):
-    """The stage `images` as users of streaming read it: one sample at a time, by the functions that we use too."""
+    """The dataset `images` as users of streaming read it: one sample at a time, by the functions that we use too."""
 
     def __getitem__(self, at: Any) -> Any:
         sample = super().__getitem__(at)
@@ -191,7 +191,7 @@ class PlainImages(StreamingDataset):
 
 
 def stack_moments(samples: Sequence[Batch]) -> dict[str, Tensor]:
-    """Collate rows of the stage `moments`."""
+    """Collate rows of the dataset `moments`."""
     moments = torch.from_numpy(np.stack([sample["moments"] for sample in samples]))
     tokens = torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
     return {"moments": moments, "tokens": tokens}
@@ -262,7 +262,7 @@ def samples_per_sec(loader: Iterable[Batch]) -> float:
 
 
 def readers(stage: str, folder: Path, config: DataBenchConfig) -> dict[str, Iterable[Batch]]:
-    """Write samples of a stage; return contestant -> loader."""
+    """Write samples of a dataset; return contestant -> loader."""
     batch_size = MOMENTS_BATCH if stage == "moments" else IMAGES_BATCH
     if stage == "moments":
         write_moments(folder, config.num_samples, tar=True)
@@ -276,7 +276,7 @@ def readers(stage: str, folder: Path, config: DataBenchConfig) -> dict[str, Iter
 
 
 def streams(folder: Path, config: DataBenchConfig) -> dict[str, Iterable[Batch]]:
-    """Write a stage, and two of half its size; return contestant -> loader."""
+    """Write a dataset, and two of half its size; return contestant -> loader."""
     write_moments(folder / "one", config.num_samples)
     halves = [folder / "half0", folder / "half1"]
     for half in halves:

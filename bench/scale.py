@@ -1,9 +1,9 @@
-"""What a stage of very many samples costs: time and memory of a start, of a resume, of fetching and of reading.
+"""What a dataset of very many samples costs: time and memory of a start, of a resume, of fetching and of reading.
 
     python -m bench.scale                                       # 25 and 100 million samples: some minutes
     python -m bench.scale samples=[2000000] parts=start,fetch results=/tmp/scale.json
 
-The stage is made up: its index lists as many shards as are needed, which are links to a few real ones of tiny samples, so
+The dataset is made up: its index lists as many shards as are needed, which are links to a few real ones of tiny samples, so
 that each has the digest that the index gives. A run reads it from there through a cache folder. Not in the figures: what a
 store adds, and large shards.
 
@@ -50,7 +50,7 @@ class ScaleConfig:
     """The keys of this command."""
 
     samples: tuple[int, ...] = (25_000_000, 100_000_000)
-    """Samples of the stage, one size after the other. The table continues the line through two sizes."""
+    """Samples of the dataset, one size after the other. The table continues the line through two sizes."""
     samples_a_shard: int = limited(1000, 1, 100_000)
     """Samples of a shard."""
     parts: str = ",".join(PARTS)
@@ -89,7 +89,7 @@ def _parts(config: ScaleConfig) -> list[str]:
 
 
 def make_stage(folder: Path, num_shards: int, samples_a_shard: int, size: tuple[int, int] = SIZE) -> dict[str, int]:
-    """Write a stage of moments whose shards are links to a few real ones; return its sizes for its readers."""
+    """Write a dataset of moments whose shards are links to a few real ones; return its sizes for its readers."""
     write_moments(folder / "real", samples_a_shard, size=size)
     index = json.loads((folder / "real/stage/index.json").read_text())
     [shard] = index["shards"]
@@ -109,7 +109,7 @@ def make_stage(folder: Path, num_shards: int, samples_a_shard: int, size: tuple[
 
 
 def read_by(job: Mapping[str, Any], ranks: int, folder: Path) -> dict[str, float]:
-    """Let ranks read the stage; return the greatest of each figure. Raises Failed."""
+    """Let ranks read the dataset; return the greatest of each figure. Raises Failed."""
     words = json.dumps({**job, "cache": str(folder / "cache"), "out": str(folder / "out")})
     code, output = processes.run(processes.composer_command(ranks, "-m", "bench.scale_reader", words), LIMIT_SEC)
     if code != 0:
@@ -120,7 +120,7 @@ def read_by(job: Mapping[str, Any], ranks: int, folder: Path) -> dict[str, float
 
 
 def measure_size(config: ScaleConfig, num_samples: int, work: Path) -> dict[str, Any]:
-    """Measure a stage of one size; return its figures."""
+    """Measure a dataset of one size; return its figures."""
     begun, figures = time.monotonic(), Figures()
     sizes = make_stage(work, num_samples // config.samples_a_shard, config.samples_a_shard)
     made_sec = round(time.monotonic() - begun, 1)

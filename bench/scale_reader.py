@@ -31,7 +31,7 @@ Measured = dict[str, float]
 
 
 def open_loader(job: Mapping[str, Any], **keys: Any) -> Any:
-    """Open the stage through a cache folder."""
+    """Open the dataset through a cache folder."""
     config = DataConfig(stage="moments", remote=job["stage"], local=job["cache"], **keys)
     return our_loader(config, BATCH, SIZE)
 
@@ -73,7 +73,7 @@ def fetch(job: Mapping[str, Any]) -> Measured:
 
 
 def read(job: Mapping[str, Any]) -> Measured:
-    """Read a sample of each of many shards from the stage itself; what the first eighth of them took does not count."""
+    """Read a sample of each of many shards from the dataset itself; what the first eighth of them took does not count."""
     dataset = our_loader(DataConfig(stage="moments", local=job["stage"], workers=0), BATCH, SIZE).dataset
     shards = np.random.default_rng(SEED).permutation(job["num_shards"])[: job["shards_read"]]
     ids, first = [int(shard) * job["samples_a_shard"] for shard in shards], max(BATCH, len(shards) // 8)

@@ -1,8 +1,8 @@
-"""How fast a stage arrives from a store, against a plain download of the same objects.
+"""How fast a dataset arrives from a store, against a plain download of the same objects.
 
     S3_ENDPOINT_URL=http://127.0.0.1:8080 python -m bench.store address=s3://bucket/prefix
 
-Writes a stage of random moments (64 KiB a sample at 512 px) under the prefix if there is none of this size; bucket and
+Writes a dataset of random moments (64 KiB a sample at 512 px) under the prefix if there is none of this size; bucket and
 credentials are those of the environment. Contestants alternate, MB/s:
 
     download   boto3, object after object in one thread, to files
@@ -49,7 +49,7 @@ class StoreConfig:
     """The keys of this command."""
 
     address: str | None = None
-    """s3://BUCKET/PREFIX of the stage; the record does not have it."""
+    """s3://BUCKET/PREFIX of the dataset; the record does not have it."""
     num_samples: int = limited(24576, 2 * MOMENTS_BATCH)
     """Samples of moments, 64 KiB each."""
     rounds: int = limited(5, 1)
@@ -70,7 +70,7 @@ def check(config: StoreConfig) -> list[Problem]:
 
 
 def put_stage(client: Any, address: str, num_samples: int) -> None:
-    """Write the stage under an address, unless one of this size is there."""
+    """Write the dataset under an address, unless one of this size is there."""
     with contextlib.suppress(ValueError):  # nothing there yet
         if read_dataset(address).num_samples == num_samples:
             return
@@ -84,7 +84,7 @@ def put_stage(client: Any, address: str, num_samples: int) -> None:
 
 
 class StoreContest:
-    """A stage in a store, and a cache folder; each turn returns MB/s."""
+    """A dataset in a store, and a cache folder; each turn returns MB/s."""
 
     def __init__(self, client: Any, address: str, cache: Path):
         self.client, self.address, self.cache = client, address, cache

@@ -1,6 +1,6 @@
 """Validation: the loss on samples that are not trained on, each always at the same time and with the same noise.
 
-    held-out stage, its first samples in order -> chunks, strided over the ranks -> batches, as in training
+    held-out dataset, its first samples in order -> chunks, strided over the ranks -> batches, as in training
     sample n -> its time and noise, see `fixed_draws` -> model -> mean squared error, unweighted, no caption dropped
     errors of all samples, float64 (N,) ---> all-reduced -> mean, and a mean for each bin of the times
 
@@ -44,7 +44,7 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Validation loss on a held-out stage, by the weights that `eval.weights` says. Its first point is before training."""
+    """Validation loss on a held-out dataset, by the weights that `eval.weights` says. Its first point is before training."""
 
     remote: str | None = None
     """Held-out dataset: a folder or an address. null: no validation."""
@@ -68,7 +68,7 @@ class ValidationConfig:
 
     @functools.cached_property
     def held_out(self) -> StreamConfig:
-        """The stage, which keeps what it has read."""
+        """The dataset, which keeps what it has read."""
         return StreamConfig(self.remote, self.local)
 
     def resolved(self, global_batch_size: int) -> ValidationConfig:
@@ -80,7 +80,7 @@ class ValidationConfig:
         return resolved
 
     def source(self, data: DataConfig, kind: str) -> DataConfig:
-        """Return where the held-out samples come from; the rest is as in training. `kind`: of the stage."""
+        """Return where the held-out samples come from; the rest is as in training. `kind`: of the dataset."""
         none: dict[str, Any] = dict(metadata=None, streams=None, cache_limit=None, num_canonical_nodes=None)
         plain: dict[str, Any] = dict(flip=False, crop="center", shuffle=False, stage=kind)
         section = replace(data, remote=self.remote, local=self.local, **none, **plain)
@@ -90,7 +90,7 @@ class ValidationConfig:
     def problems(
         self, data: DataConfig, made_for: Mapping[str, Any], encodings: Encodings = lambda size: {}
     ) -> list[tuple[str, str]]:
-        """(key, message) for every invalid value, as of the section `data`; the stage has to fit the run as its own does."""
+        """(key, message) for every invalid value, as of the section `data`; the dataset has to fit the run, too."""
         if not self.is_given:
             names = [name for name in ("local", "every_images") if getattr(self, name) is not None]
             text = "not given, but validation.{} is. Give the held-out dataset, or leave both out."
@@ -132,10 +132,10 @@ OTHERS = "Give a dataset of other samples: a loss on training samples says nothi
 
 
 def check_apart(held_out: Dataset, trained: Dataset) -> None:
-    """Check that two stages are not one, and have no shard in common. Raises ValueError: they have; names some."""
+    """Check that two datasets are not one, and have no shard in common. Raises ValueError: they have; names some."""
     where = f"validation.remote: {held_out.location}"
     if held_out.index_sha256 == trained.index_sha256:
-        raise ValueError(f"{where} is the stage that is trained on: its index.json is the same. {OTHERS}")
+        raise ValueError(f"{where} is the dataset that is trained on: its index.json is the same. {OTHERS}")
     known, own = set(trained.digests()), zip(held_out.shards.names, held_out.digests(), strict=True)
     if both := sorted(name for name, digest in own if digest and digest in known):
         text = f"{len(both):,} of its {len(held_out.shards):,} shards are trained on too"
@@ -147,11 +147,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 def check_samples(held_out: BatchDataset, num: int, trained: Sequence[ResolvedStream]) -> None:
-    """Check that none of the held-out samples is trained on, as far as both stages have keys. One rank calls it.
+    """Check that none of the held-out samples is trained on, as far as both datasets have keys. One rank calls it.
 
     Args:
         num: the first samples of `held_out` that are used.
-        trained: the stages that are trained on; the list of keys of one in a store is kept in its folder of shards.
+        trained: the datasets that are trained on; the list of keys of one in a store is kept in its folder of shards.
 
     Raises:
         ValueError: some are; says how many, and names some.
@@ -169,8 +169,8 @@ def check_samples(held_out: BatchDataset, num: int, trained: Sequence[ResolvedSt
             text = f"{len(keys):,} of {num:,} samples are trained on too ({stream.dataset.location}): {_some(keys)}"
             raise ValueError(f"validation.remote: {text}. {OTHERS}")
     if unknown or not has_keys:
-        lacks = f"{_some(unknown)} has no keys.u64" if has_keys else "the held-out stage has no column key"
-        again = "A stage that prepare.shards or prepare.latents of this version makes has both"
+        lacks = f"{_some(unknown)} has no keys.u64" if has_keys else "the held-out dataset has no column key"
+        again = "A dataset that prepare.shards or prepare.latents of this version makes has both"
         log.info(f"validation: {lacks}: whether its samples are trained on cannot be checked. {again}.")
 
 
@@ -190,13 +190,13 @@ def eighths_of(numbers: Sequence[int]) -> Tensor:  # -> (B,) int64 in [0, 1000)
     """Return the same as MLPerf's FLUX.1 has it: of any eight samples in a row each eighth, from 0 to 7/8, has one.
 
     mlcommons/training at 1c759d08, text_to_image/README.md, quality metric: the samples take the eight times in turn. That
-    is of its table, which is sorted by id; a stage of moments in another order has the column TIMESTEP, which comes first.
+    is of its table, which is sorted by id; a dataset of moments in another order has the column TIMESTEP, which comes first.
     """
     return torch.tensor([125 * (number % 8) for number in numbers])
 
 
 def add_timesteps(dataset: BatchDataset) -> bool:
-    """Have a stage of moments give its TIMESTEP, if it has that column, with each batch; return whether it does."""
+    """Have a dataset of moments give its TIMESTEP, if it has that column, with each batch; return whether it does."""
     shard = dataset.shards[0]
     encodings = dict(zip(shard.column_names, shard.column_encodings, strict=True))
     if not isinstance(dataset, MomentsDataset) or encodings.get(TIMESTEP_COLUMN) != "int":
@@ -226,10 +226,10 @@ def fixed_draws(model: LatentDiffusion, numbers: Sequence[int], times: str) -> d
 
 
 class Validator:
-    """Measures a model's loss on the first samples of a stage.
+    """Measures a model's loss on the first samples of a dataset.
 
     Args:
-        dataset: the held-out stage; its batches are read in this process.
+        dataset: the held-out dataset; its batches are read in this process.
         num_samples: how many are used.
         chunk: samples of a pass.
         times: a key of TIMES: when each sample is seen.
@@ -296,7 +296,7 @@ class Validator:
         }
 
     def _errors_of(self, places: range) -> tuple[Tensor, Tensor | None]:  # -> (N,) float64, (N,) int64
-        """Return the errors of some samples, and the stage's own eighths at which they were seen, if it has some.
+        """Return the errors of some samples, and the dataset's own eighths at which they were seen, if it has some.
 
         A short chunk is filled up with its last one: every pass has one shape.
         """

@@ -3,7 +3,7 @@
 Shapes: B batch, C latent channels, H W height and width in pixels, h w height and width of the latent (SD2: H/8, W/8),
         F frames and f latent frames (families of videos only), L text tokens, D text width.
 
-A batch is a dict of tensors with B first. The family defines them for each stage (`Family.columns`):
+A batch is a dict of tensors with B first. The family defines them for each dataset (`Family.columns`):
 
     stage     column     type     one sample, SD2 at 512 px
     images    images     uint8    (3, H, W), e.g. (3, 512, 512), not normalized; float32, / 255 (the variant mlperf)
@@ -103,7 +103,7 @@ class Family:
     name: str
     variant: str
     media = "images"
-    """images or videos: the stage that the family is trained on, and that stage's column."""
+    """images or videos: the dataset that the family is trained on, and that dataset's column."""
     num_frames: int | None = None
     """Default number of frames of a video; None: the family makes images."""
     frames_per_sec = 1.0
@@ -228,7 +228,7 @@ class Family:
             "moments": {"moments": moments, **self.image_columns(size)},
         }
         if stage not in stage_columns:
-            raise ValueError(f"data.stage: {self.name} has no stage '{stage}'. Known: {', '.join(stage_columns)}.")
+            raise ValueError(f"data.stage: {self.name} has no dataset '{stage}'. Known: {', '.join(stage_columns)}.")
         text = self.stored_columns() if stored_text else self.text_columns()
         return {**stage_columns[stage], **text, **self.passthrough_columns()}
 

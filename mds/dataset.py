@@ -85,12 +85,12 @@ class Dataset:
     largest_shard_bytes: int
     shards: ShardTable = field(default=NO_SHARDS, repr=False, compare=False)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The rest of dataset.json: family, image_size, normalize, encoders, as far as the stage has them."""
+    """The rest of dataset.json: family, image_size, normalize, encoders, as far as the dataset has them."""
     metadata_address: str = ""
     """The path or address of dataset.json."""
     is_compressed: bool = False
     buckets: tuple[Dataset, ...] = ()
-    """The stages of a set of buckets, one for each size (mds/images.py)."""
+    """The datasets of a set of buckets, one for each size (mds/images.py)."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -226,7 +226,7 @@ def _read_index_bytes(location: str) -> bytes:
         known = ", ".join(f"{name}://" for name in sorted(name for name in DOWNLOADER_MAPPINGS if name))
         raise ValueError(f"'{location}' is in no known store. Known: a folder, {known}.")
     if not scheme and not os.path.isdir(location):  # noqa: PTH112  # a Path raises where a name is too long
-        raise ValueError(f"no folder {location}. Check the path, or make the stage: python -m prepare.shards --help")
+        raise ValueError(f"no folder {location}. Check the path, or make the dataset: python -m prepare.shards --help")
     return _read_bytes(location, INDEX)
 
 
@@ -268,7 +268,7 @@ def _check_metadata(where: str, location: str, metadata: Mapping[str, Any], inde
         checks.append((name, is_right, "16 hexadecimal digits"))
     if is_adopted:
         is_right = columns is not None and metadata.get("stage") == "images"
-        checks.append(("columns", is_right, "of a stage of images, an object of captions, image and key"))
+        checks.append(("columns", is_right, "of a dataset of images, an object of captions, image and key"))
     for key, is_right, possible in checks:
         if not is_right:
             raise value_error(where, key, metadata.get(key, MISSING), possible, advice)
@@ -301,7 +301,7 @@ def _read_bytes(location: str, name: str, or_adopt: str = "") -> bytes:
         path = Path(location, name)
         try:
             if not path.is_file():
-                make = f"Make the stage: python -m prepare.shards --help{'.' * bool(or_adopt)}{or_adopt}"
+                make = f"Make the dataset: python -m prepare.shards --help{'.' * bool(or_adopt)}{or_adopt}"
                 raise ValueError(f"no {name} under {location}. {make}")
             check_memory(f"{location}/{name}", path.stat().st_size)
             return path.read_bytes()
@@ -370,7 +370,7 @@ def write_metadata(folder: Path, kind: str, metadata: dict[str, Any]) -> None:
 #     keys.u64    a little-endian uint64 for each sample, sorted: xxh3_64 of its key, a zero byte and its caption
 #
 # The caption belongs to it: img2dataset numbers the samples of every dataset alike. dataset.json has the file's digest
-# (`keys_xxh64`). A stage that was made before, or by others, has neither.
+# (`keys_xxh64`). A dataset that was made before, or by others, has neither.
 
 KEYS_FILE = "keys.u64"
 DIGEST_DTYPE = np.dtype("<u8")

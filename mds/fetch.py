@@ -102,7 +102,7 @@ def check_file(path: Path, num_bytes: int | None, expected: tuple[str, str] | No
     if num_bytes is not None and (size := path.stat().st_size) != num_bytes:
         raise DamagedFile(f"it has {size:,} bytes, index.json says {num_bytes:,}")
     if expected is not None and (digest := file_digest(path, expected[0])) != expected[1]:
-        raise DamagedFile(f"its {expected[0]} is {digest}, that of the stage is {expected[1]}")
+        raise DamagedFile(f"its {expected[0]} is {digest}, that of the dataset is {expected[1]}")
 
 
 def decompress_file(packed: Path, to: Path, compression: str | None) -> None:
@@ -328,7 +328,7 @@ class RetryingStream:
         """
         path = Path(self.local, name)
         if path.exists() and not path.is_file():
-            raise StreamFailure(f"data: {path} is not a file, but the stage has one of that name. Remove it.")
+            raise StreamFailure(f"data: {path} is not a file, but the dataset has one of that name. Remove it.")
         for tries in range(len(RETRY_WAITS_SEC) + 1):
             try:
                 if path.is_file() or self.remote is None:

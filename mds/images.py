@@ -499,7 +499,7 @@ def draw_clip_position(seed: int, epoch: int, sample_id: int) -> float:
 
 # --- aspect-ratio buckets ---
 #
-# A set of buckets is a folder with a stage for each size, e.g. OUT/576x448 (prepare/buckets.py). The sizes are those of
+# A set of buckets is a folder with a dataset for each size, e.g. OUT/576x448 (prepare/buckets.py). The sizes are those of
 # SDXL (Podell et al. 2023, arXiv:2307.01952, appendix I), about 1024 x 1024 pixels each, scaled to the run's size.
 
 SDXL_PX = 1024

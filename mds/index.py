@@ -107,7 +107,7 @@ def parse_index(location: str, text: bytes, is_adopted: bool, may_be_empty: bool
         writer.add(entry)
         return IN_TABLE
 
-    content = parse_object(where, text, take)
+    content = parse_object(where, text, take, advice)
     version, shards = content.get("version", MISSING), content.get("shards", MISSING)
     if not is_integer(version, MDS_VERSION):
         raise value_error(where, "version", version, f"{MDS_VERSION}, a number", advice)
@@ -137,16 +137,18 @@ def check_memory(where: str, num_bytes: int) -> None:
         raise ValueError(f"{problem}. {advice}.")
 
 
-def parse_object(where: str, text: bytes, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
+def parse_object(
+    where: str, text: bytes, hook: Callable[[dict[str, Any]], Any] | None = None, advice: str = REMAKE
+) -> dict[str, Any]:
     """Return the object that a file holds. Raises ValueError: it holds none. `hook`: see json.loads."""
     try:
         content = json.loads(text, object_hook=hook)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where} is not JSON: {error}. {REMAKE}") from error
+        raise ValueError(f"{where} is not JSON: {error}. {advice}") from error
     except RecursionError as error:
-        raise ValueError(f"{where} is nested too deeply to be read. {REMAKE}") from error
+        raise ValueError(f"{where} is nested too deeply to be read. {advice}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{where} holds a {type(content).__name__}, not an object. {REMAKE}")
+        raise ValueError(f"{where} holds a {type(content).__name__}, not an object. {advice}")
     return content
 
 
@@ -166,7 +168,7 @@ def _check_shard(
     for key, file in ((".raw_data", raw), (".zip_data", compressed_file))[: 1 + is_zipped]:
         yield key, isinstance(file, dict) and set(file) == FILE_KEYS, file, _describe_object(FILE_KEYS)
         name, size, hashes = file["basename"], file["bytes"], file["hashes"]
-        yield f"{key}.basename", _is_name(name) and _is_inside(name), name, "the name of a file inside of the stage"
+        yield f"{key}.basename", _is_name(name) and _is_inside(name), name, "the name of a file inside of the dataset"
         yield f"{key}.bytes", _is_count(size), size, COUNT_RANGE
         if is_adopted:
             texts = [*hashes, *hashes.values()] if isinstance(hashes, dict) else None

@@ -257,7 +257,7 @@ def caption_problems(key: str, column: str, dataset: Dataset, text: str) -> Prob
         )
         return [(key, f"{problem}. Possible: a column of str or json; it has {texts}.")]
     if text == "stored":
-        return [(key, f"{column}, but data.text=stored: those are states of the stage's own captions. Leave it out.")]
+        return [(key, f"{column}, but data.text=stored: those are states of the dataset's own captions. Leave it out.")]
     return []
 
 
@@ -272,11 +272,11 @@ def folder_problems(key: str, source: StreamConfig, dataset: Dataset) -> Problem
             return [(key, f"{problem}. Leave it out: a folder is read in place.")]
         advice = "Give another folder: a dataset's files and the shards of a run must not mix."
         if remote in local.parents:
-            return [(key, f"{source.local} lies inside of the stage at {source.remote}. {advice}")]
+            return [(key, f"{source.local} lies inside of the dataset at {source.remote}. {advice}")]
         if local in remote.parents:
-            return [(key, f"{source.local} has the stage at {source.remote} inside of it. {advice}")]
+            return [(key, f"{source.local} has the dataset at {source.remote} inside of it. {advice}")]
     if _holds_another_dataset(source.local, dataset):
-        problem = f"{source.local} holds shards of another stage than {dataset.location}"
+        problem = f"{source.local} holds shards of another dataset than {dataset.location}"
         return [(key, f"{problem}. Give another folder, or remove this one.")]
     return []
 
@@ -313,7 +313,7 @@ def mixture_problems(
         if not source.count_chosen(num, sum(samples)):
             problems.append((key, f"none of its {num} samples would be in an epoch. Give it more."))
     if (total := count_epoch_samples(sources, samples)) < global_batch_size:
-        where = f"the stage at {datasets[0].location}" if len(datasets) == 1 else "an epoch of all streams"
+        where = f"the dataset at {datasets[0].location}" if len(datasets) == 1 else "an epoch of all streams"
         problem = f"{global_batch_size} is more than the {total} samples of {where}"
         return [*problems, ("global_batch_size", f"{problem}. Take a smaller one, or more data.")]
     streams = resolve_streams(sources, datasets, size)
@@ -349,7 +349,7 @@ def _duplicate_problems(sources: Sequence[StreamConfig], datasets: Sequence[Data
     folders = [os.path.realpath(source.folders[1] or "") for source in sources]
     for number, (source, digest, folder) in enumerate(zip(sources, digests, folders, strict=True)):
         if (first := digests.index(digest)) < number:
-            text = f"{source.location} is the stage of data.streams[{first}]. Give it once, with repeat=2 for twice."
+            text = f"{source.location} is the dataset of data.streams[{first}]. Give it once, with repeat=2 for twice."
             problems.append((f"data.streams[{number}].remote", text))
         elif (first := folders.index(folder)) < number:
             text = f"{source.local} is that of data.streams[{first}]. Give each stream a separate folder."

@@ -155,15 +155,15 @@ def moments_problems(
     dataset: Dataset, *, flip: bool, crop: str, text: str, fps: float | None = None
 ) -> list[tuple[str, str]]:
     """Return (key, message) for what a run wants to read of a dataset of moments but was not stored; see data.DataConfig."""
-    problems, where, make = [], f"the stage at {dataset.location}", "python -m prepare.latents IN OUT"
+    problems, where, make = [], f"the dataset at {dataset.location}", "python -m prepare.latents IN OUT"
     if flip and FLIPPED_COLUMN not in dataset.columns:
         problem = f"true, but {where} has no moments of mirrored images"
         problems.append(
-            ("data.flip", f"{problem}. Make it with {make} flip=true, read a stage of images, or leave it out.")
+            ("data.flip", f"{problem}. Make it with {make} flip=true, read a dataset of images, or leave it out.")
         )
     if crop == "random":
         problem = f"random, but the images of {where} were cropped before they were encoded"
-        problems.append(("data.crop", f"{problem}. Read a stage of images, or leave it out."))
+        problems.append(("data.crop", f"{problem}. Read a dataset of images, or leave it out."))
     if fps is not None and dataset.metadata.get("fps") != fps:
         made = dataset.metadata.get("fps")
         problem = (
@@ -206,7 +206,7 @@ def _find_non_finite(values: np.ndarray) -> list[int]:  # (B, ...) -> places in 
 #
 #     empty_text.safetensors    a float16 tensor for each column of text states, of the shape of one sample
 #
-# dataset.json has the file's digest (`empty_text_xxh64`). From a stage without it, a run encodes the empty text by
+# dataset.json has the file's digest (`empty_text_xxh64`). From a dataset without it, a run encodes the empty text by
 # itself.
 
 EMPTY_FILE = "empty_text.safetensors"

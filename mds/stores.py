@@ -421,7 +421,7 @@ def explain_store_error(error: BaseException, location: str, done: str = "read")
     name, cause, reason = _find_reason(error)
     if scheme == "s3" and name in NOT_THERE:
         if isinstance(answer := _ask_again(location, "403" if name == "400" else name), str):
-            return f"{location} cannot be {done}: {answer}. Check the prefix, or make the stage there."
+            return f"{location} cannot be {done}: {answer}. Check the prefix, or make the dataset there."
         name, cause, reason = _find_reason(answer)
     server = next((os.environ[name] for name in ENDPOINT_VARIABLES if os.environ.get(name)), "AWS")
     endpoint = _without_password(server) if scheme == "s3" else f"{scheme}://{parts.netloc}"
@@ -515,7 +515,7 @@ def _ask_again(location: str, code: str) -> str | BaseException:
         return ClientError({"Error": {"Code": "AccessDenied"}}, "GetObject")
     if not objects:
         return f"nothing lies under s3://{address.netloc}/{prefix}; bucket '{address.netloc}' is there"
-    return f"{objects[0]['Key']} lies there, but not all that a stage has (index.json, dataset.json, shards)"
+    return f"{objects[0]['Key']} lies there, but not all that a dataset has (index.json, dataset.json, shards)"
 
 
 def _first_line(error: BaseException) -> str:

@@ -532,7 +532,7 @@ def _missing_scores(evaluation: EvalConfig, target: TargetConfig) -> list[tuple[
 def _missing_loss(validation: ValidationConfig, target: TargetConfig) -> list[tuple[str, str]]:
     """(key, message) where the validation loss could not be in the log."""
     if not validation.is_given:
-        return [("validation.remote", "nothing is validated. Give the held-out stage: validation.remote=FOLDER.")]
+        return [("validation.remote", "nothing is validated. Give the held-out dataset: validation.remote=FOLDER.")]
     if target.val_loss is None:
         return [("target.val_loss", "no target.val_loss, so no run could succeed. The benchmark's: 0.586.")]
     return []

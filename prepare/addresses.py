@@ -40,7 +40,7 @@ class Address:
 
     Attributes:
         location: the path or store address as given by the user, for messages.
-        scratch: folder of unfinished files and locks; removed when a stage is finished.
+        scratch: folder of unfinished files and locks; removed when a dataset is finished.
         poll_sec: least time between two listings.
     """
 
@@ -263,7 +263,7 @@ def writable_store_problem(location: str) -> str | None:
 
 
 def out_problem(out: str, inputs: Sequence[str]) -> str | None:
-    """Say, before any work, why a stage made from these inputs could not be written there; or None."""
+    """Say, before any work, why a dataset made from these inputs could not be written there; or None."""
     if text := writable_store_problem(out):
         return f"OUT: {text}"
     for source in inputs:

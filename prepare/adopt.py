@@ -224,14 +224,14 @@ def format_report(
 
 
 def check_is_third_party(metadata_path: str) -> None:
-    """Raise Refused where dataset.json of a stage of our own would be replaced."""
+    """Raise Refused where dataset.json of a dataset of our own would be replaced."""
     try:
         existing = read_json(*split_address(metadata_path))[1]
     except ValueError:
         return  # nothing there, or nothing that a run would take
     if existing.get("columns") is None and existing.get("schema") is not None:
         raise Refused(
-            f"{metadata_path} is that of a stage which needs no adoption. Give another REMOTE, or metadata=PATH."
+            f"{metadata_path} is that of a dataset which needs no adoption. Give another REMOTE, or metadata=PATH."
         )
 
 
@@ -255,7 +255,7 @@ def adopt(remote: str, config: AdoptConfig) -> None:
     """Adopt the dataset at a folder or address.
 
     Raises:
-        ConfigError: it cannot be read as a stage. Refused: it is one. Failed: what was read is damaged; not written.
+        ConfigError: it cannot be read as a dataset. Refused: it is one. Failed: what was read is damaged; not written.
     """
     started, metadata_path = time.monotonic(), config.metadata or f"{remote.rstrip('/')}/{METADATA_FILE}"
     try:

@@ -1,11 +1,11 @@
-"""Sort a stage `images` into aspect-ratio buckets, so that a batch has one size and little of an image is cut off.
+"""Sort a dataset `images` into aspect-ratio buckets, so that a batch has one size and little of an image is cut off.
 
     python -m prepare.buckets IN OUT image_size=512
     python -m prepare.buckets s3://bucket/images s3://bucket/images_512 image_size=512 max_aspect=2
 
-IN: a stage `images`, a folder or an address in a store. OUT: a folder that is new, empty or from the same command, or an
+IN: a dataset `images`, a folder or an address in a store. OUT: a folder that is new, empty or from the same command, or an
 address in a store. The sizes are SDXL's (arXiv:2307.01952, appendix I), about image_size x image_size pixels each. An image
-goes to the size whose aspect is nearest to its own. OUT has a stage for each size, e.g. OUT/576x448, with the images' own
+goes to the size whose aspect is nearest to its own. OUT has a dataset for each size, e.g. OUT/576x448, with the images' own
 bytes. A run trains in buckets where data.remote is such a set; prepare.latents makes moments of it, bucket by bucket.
 
     image_size   side of the square whose pixels each size has about, 512
@@ -80,7 +80,7 @@ class BucketsConfig:
 
 
 def group_shards(shards: Sequence[Mapping[str, Any]], group_bytes: int) -> list[list[Mapping[str, Any]]]:
-    """Cut a stage's shards into groups of at most so many bytes, at least one shard each."""
+    """Cut a dataset's shards into groups of at most so many bytes, at least one shard each."""
     groups, size = [], 0
     for shard in shards:
         num_bytes = shard["raw_data"]["bytes"]
@@ -212,14 +212,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def input_problems(location: str, dataset: Dataset) -> list[str]:
-    """Say why a stage cannot be sorted."""
+    """Say why a dataset cannot be sorted."""
     if dataset.buckets:
-        return [f"IN: {location} has buckets already. Give the stage that they were made of."]
+        return [f"IN: {location} has buckets already. Give the dataset that they were made of."]
     if (
         dataset.adopted is not None
         and dict(zip(dataset.columns, dataset.encodings, strict=True))[dataset.adopted.image] == "pil"
     ):
-        return [f"IN: {location} has images as pixels, which no stage holds. Write them as jpeg, png or bytes."]
+        return [f"IN: {location} has images as pixels, which no dataset holds. Write them as jpeg, png or bytes."]
     return []
 
 

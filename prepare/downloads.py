@@ -142,8 +142,10 @@ def read_manifest(path: Path = MANIFEST) -> dict[str, DownloadGroup]:
             where = f"{path}: {name}"
             group: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DownloadGroup), entry))
             parts = PurePosixPath(group.folder or "").parts
-            if group.kind == "nothing" or "/" in parts or ".." in parts:
-                raise ValueError(f"has {group.kind}. Give one of {', '.join(KINDS)}, and a relative folder")
+            if group.kind == "nothing":
+                raise ValueError(f"has {group.kind}. Give one of {', '.join(KINDS)}")
+            if "/" in parts or ".." in parts:
+                raise ValueError(f"has the folder '{group.folder}'. Give a relative one, without ..")
             if unknown := [member for member in group.groups if member not in content]:
                 raise ValueError(f"names no group: {', '.join(unknown)}")
             check_files(group.wanted())

@@ -1,12 +1,12 @@
-"""Encode the stage `images` or `videos` once into the stage `moments`: each image's VAE moments, each caption's tokens.
+"""Encode the dataset `images` or `videos` once into the dataset `moments`: each image's VAE moments, each caption's tokens.
 
     python -m prepare.latents IN OUT model.weights=checkpoints/sd/512-base-ema.ckpt
     composer -n 8 -m prepare.latents /data/laion_images /data/laion_moments model.weights=/weights/sd2 image_size=512
     composer -n 8 -m prepare.latents s3://bucket/images s3://bucket/moments model.weights=random store_text=true
 
-IN: a stage `images` or a set of buckets, or `videos` for a family of videos, a folder or an address in a store. OUT: a folder
-that is new, empty or from the same command, or an address in a store. Images are resized as in training, and cropped at
-their center; of a video the clip in its middle is taken. The network's other inputs about the images are stored too
+IN: a dataset `images` or a set of buckets, or `videos` for a family of videos, a folder or an address in a store. OUT: a
+folder that is new, empty or from the same command, or an address in a store. Images are resized as in training, and cropped
+at their center; of a video the clip in its middle is taken. The network's other inputs about the images are stored too
 (families/spec.py). Unusable samples are skipped, counted, and listed with their reasons in OUT/skipped.jsonl. A missing or
 damaged shard of IN stops the command.
 
@@ -96,7 +96,7 @@ class LatentsConfig:
     normalize: Literal["symmetric", "unit"] = "symmetric"
     """Range of the images that the VAE sees: [-1, 1], or [0, 1] (unit) as in the MLPerf reference."""
     batch_size: int | None = limited(None, 1, 2**16)
-    """Images per call of the VAE. It changes last bits, so it is fixed for a stage. null: 16, of videos 1."""
+    """Images per call of the VAE. It changes last bits, so it is fixed for a dataset. null: 16, of videos 1."""
     tiling: bool = False
     """Encode each clip in overlapping tiles: less memory, slightly other moments. Of videos alone."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
@@ -175,7 +175,9 @@ def open_input_dataset(
     except (ValueError, OSError) as error:
         raise ValueError(f"IN: {error}") from error
     if kind not in (dataset.kind, None):
-        raise ValueError(f"IN: {location} is a stage of {dataset.kind}. Possible: a stage of {kind} (prepare.shards).")
+        raise ValueError(
+            f"IN: {location} is a dataset of {dataset.kind}. Possible: a dataset of {kind} (prepare.shards)."
+        )
     if dataset.adopted is not None:
         firsts = (np.cumsum(dataset.shards.samples) - dataset.shards.samples).tolist()
         shards = [{**shard, "first": first} for shard, first in zip(dataset.shards, firsts, strict=True)]
@@ -187,7 +189,7 @@ def open_input_dataset(
 
 
 class EncodeTarget(NamedTuple):
-    """A stage to encode, the whole of IN or one of its buckets, and where its moments go."""
+    """A dataset to encode, the whole of IN or one of its buckets, and where its moments go."""
 
     config: LatentsConfig
     source: Address

@@ -1,17 +1,17 @@
-"""Show a stage: its facts, line by line, and a contact sheet of samples with their captions.
+"""Show a dataset: its facts, line by line, and a contact sheet of samples with their captions.
 
     python -m prepare.look REMOTE [OUT.png]
     python -m prepare.look s3://bucket/laion_moments /tmp/moments.png samples=32 model.weights=/weights/512-base-ema.ckpt
 
-REMOTE: a stage of images or moments, a folder or an address in a store; it is only read, and nothing of it is executed.
+REMOTE: a dataset of images or moments, a folder or an address in a store; it is only read, and nothing of it is executed.
 OUT.png: the contact sheet, look.png in the current folder by default; an existing file is replaced.
 
-The first facts are those of dataset.json and index.json, for the whole stage. The others are measured on a random sample:
+The first facts are those of dataset.json and index.json, for the whole dataset. The others are measured on a random sample:
 `read` samples from at least 8 shards. Each of these shards is fetched whole and checked by its hash; one that is damaged or
 missing is named, and the others are read.
 
 Moments are shown as the VAE of model.weights decodes their mean (a name on the hub, a folder, a checkpoint, or random where
-the stage was made so), without weights as colors.
+the dataset was made so), without weights as colors.
 
 Keys: samples (shown, 16), read (measured, 2000), seed (0), model.weights.
 Exit code: 0 when the contact sheet was written, 1 when a shard is damaged or the work failed, 2 when it could not start.
@@ -67,7 +67,7 @@ Fact = tuple[str, str]  # a name and its value
 
 @dataclass(frozen=True)
 class LookModel:
-    """The keys of `model`; the family is that of the stage."""
+    """The keys of `model`; the family is that of the dataset."""
 
     weights: str | None = None
     """Weights whose VAE decodes moments: a name on the hub, a folder, a checkpoint, or random. null: shown as colors."""
@@ -98,17 +98,19 @@ def open_dataset(location: str) -> tuple[Address, Dataset]:
         "videos' moments" if np.size(dataset.metadata.get("image_size")) > 2 else dataset.kind
     )  # width, height, frames
     if dataset.adopted or dataset.buckets or kind not in ("images", "moments"):
-        what = "adopted" if dataset.adopted else "a set of buckets" if dataset.buckets else f"a stage of {kind}"
-        raise ValueError(f"REMOTE: {location} is {what}. Possible: a stage of images or moments, one bucket of a set.")
+        what = "adopted" if dataset.adopted else "a set of buckets" if dataset.buckets else f"a dataset of {kind}"
+        raise ValueError(
+            f"REMOTE: {location} is {what}. Possible: a dataset of images or moments, one bucket of a set."
+        )
     return open_address(location), dataset
 
 
 def resolve_model(config: LookConfig, dataset: Dataset) -> ModelConfig:
-    """Return the model that made a stage, with the weights of the command. Raises ConfigError: they do not fit it."""
+    """Return the model that made a dataset, with the weights of the command. Raises ConfigError: they do not fit it."""
     model_keys = {name: dataset.metadata[name] for name in ("family", "preset", "variant") if name in dataset.metadata}
     model, problems = ModelConfig(weights=config.model.weights, **model_keys), []
     if dataset.kind == "images" and model.weights is not None:
-        problems = [f"model.weights: has no use with a stage of images: {dataset.location}. Leave it out."]
+        problems = [f"model.weights: has no use with a dataset of images: {dataset.location}. Leave it out."]
     elif dataset.kind == "moments":
         size = parse_size(dataset.metadata["image_size"])
         problems = [problem.text for problem in model_problems(model, size, needs_encoders=False)]
@@ -140,7 +142,7 @@ def choose_rows(sizes: Sequence[int], read: int, seed: int) -> dict[int, list[in
 
 @dataclass
 class ShownSample:
-    """One sample of a stage.
+    """One sample of a dataset.
 
     value: a thumbnail, uint8 (H, W, 3), or moments, float16 (2C, h, w); problem: why it cannot be used.
     """

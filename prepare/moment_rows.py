@@ -1,4 +1,4 @@
-"""The stage `moments`: its columns and number types, and the arrays of .npy files that MLPerf publishes.
+"""The dataset `moments`: its columns and number types, and the arrays of .npy files that MLPerf publishes.
 
 Shapes: C latent channels, h w height and width of the latent, L text tokens, D text width. SD2 at 512 px: (8, 64, 64), (77,).
 
@@ -7,9 +7,9 @@ Shapes: C latent channels, h w height and width of the latent, L text tokens, D 
     tokens    uint16 (L,)          and every further text column of the family; int64 where its vocabulary is larger
     first_frame, ...               of videos: the network's other inputs about the images, see families/spec.py
     text      float16 (L, D)       text states; only with store_text=true
-    caption, key, metadata         as in the stage `images`; metadata only if that has it
+    caption, key, metadata         as in the dataset `images`; metadata only if that has it
     timestep                       only with timestep=true, or of MLPerf's FLUX.1: mds/moments.py
-    captions                       all of an image, as in that stage if it has them; tokens and text are of the first
+    captions                       all of an image, as in that dataset if it has them; tokens and text are of the first
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def parse_npy_moments(content: bytes, shape: Sequence[int]) -> np.ndarray:
 
 
 def put_empty_text(address: Address, states: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Put the empty text's states into a stage; return what dataset.json says of them. Raises OSError.
+    """Put the empty text's states into a dataset; return what dataset.json says of them. Raises OSError.
 
     Args:
         states: float16 (L, D) or (P,) by column; {}: there are none, and nothing is written.
@@ -149,7 +149,7 @@ def put_empty_text(address: Address, states: Mapping[str, np.ndarray]) -> dict[s
     return {EMPTY_DIGEST: digest_empty_text(content)}
 
 
-# --- MLPerf's preprocessed samples of FLUX.1 become rows of the stage `moments` with text states ---
+# --- MLPerf's preprocessed samples of FLUX.1 become rows of the dataset `moments` with text states ---
 #
 # The reference publishes CC12M and COCO as tables of samples that its frozen encoders have seen, and the empty text's
 # states beside them (mlcommons/training, text_to_image; pytorch/torchtitan at 0e138118, experiments/flux:
@@ -248,7 +248,7 @@ def flux_mds_columns(fields: FluxFields, family: Family, size: ImageSize) -> dic
 
 
 def flux_facts(preset: str, size: ImageSize, empty: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return what dataset.json says of such a stage. `empty`: states of the empty text; {}: it has none."""
+    """Return what dataset.json says of such a dataset. `empty`: states of the empty text; {}: it has none."""
     return {
         "family": "flux",
         "preset": preset,
@@ -263,7 +263,7 @@ def flux_facts(preset: str, size: ImageSize, empty: Mapping[str, np.ndarray]) ->
 
 
 def flux_row(sample: Sample, shapes: Mapping[str, tuple[int, ...]], has_timestep: bool) -> dict[str, Any]:
-    """Check one sample and return its row of the stage `moments`. Raises SampleError: it is unusable."""
+    """Check one sample and return its row of the dataset `moments`. Raises SampleError: it is unusable."""
     check_key(sample.key)
     arrays = {name: bfloat16_to_float16(_content(sample, name), shape, name) for name, shape in shapes.items()}
     row: dict[str, Any] = {"key": sample.key, "moments": np.concatenate([arrays["mean"], arrays["logvar"]])}

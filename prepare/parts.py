@@ -1,4 +1,4 @@
-"""Make a stage in steps that can be interrupted and resumed: a plan, parts, and a finish.
+"""Make a dataset in steps that can be interrupted and resumed: a plan, parts, and a finish.
 
     OUT/plan.json                    the inputs and settings; written first, and compared at every later start
     OUT/part-00012/shard.00000.mds   a part is made from one input (a tar, a shard): its shards ...
@@ -6,14 +6,14 @@
     OUT/skipped.jsonl                the finish, once all parts are done: every skipped sample with its reason,
     OUT/keys.u64                     a digest of every sample's key and caption (mds/dataset.py),
     OUT/index.json                   the index of all parts' shards,
-    OUT/dataset.json                 and, last, the file that makes it a stage (mds/dataset.py requires it)
+    OUT/dataset.json                 and, last, the file that makes it a dataset (mds/dataset.py requires it)
 
 A part's bytes depend only on its input and the plan, not on the process that makes it or on interruptions. A part with a
 part.json is done and is never made again.
 
 A part.json has the digests of its samples' keys too, in base64.
 
-A set of buckets is a stage for each size in OUT/576x448/, with a plan.json, an index.json without shards and a dataset.json
+A set of buckets is a dataset for each size in OUT/576x448/, with a plan.json, an index.json without shards and a dataset.json
 of their sizes and samples in OUT (mds/dataset.py reads it).
 """
 
@@ -126,7 +126,7 @@ def _format_reasons(counter: Counter[str]) -> str:
 
 def format_destination(counts: SampleCounts, address: str) -> str:
     """Return the end of a command's last line."""
-    where = f"in {address}" if counts.written else "no stage"
+    where = f"in {address}" if counts.written else "no dataset"
     is_all = counts.written == counts.found and not counts.bad_sources and not counts.ignored_files
     return where if is_all else f"{where}; reasons: {address.rstrip('/')}/{SKIPPED_FILE}"
 
@@ -217,14 +217,14 @@ class Part(SampleLog):
 
 @dataclass(frozen=True)
 class Plan:
-    """Inputs and settings of a stage: everything that the bytes of a part depend on.
+    """Inputs and settings of a dataset: everything that the bytes of a part depend on.
 
     Args:
         made_by: the command.
         kind: images, videos or moments.
         columns: of the MDS shards, name -> encoding.
         shard_size: largest size of a shard, bytes.
-        facts: facts about the stage for dataset.json, besides its counts.
+        facts: facts about the dataset for dataset.json, besides its counts.
         inputs: one per part, in order: its name, and what identifies it (bytes, digest).
     """
 
@@ -393,7 +393,7 @@ def _read_part(address: Address, plan: Plan, number: int) -> tuple[SampleCounts,
 
 
 def finish_dataset(address: Address, plan: Plan, extra_facts: Mapping[str, Any] | None = None) -> SampleCounts:
-    """Write the index and the facts of a stage whose parts are all done, if they do not exist yet.
+    """Write the index and the facts of a dataset whose parts are all done, if they do not exist yet.
 
     Args:
         extra_facts: facts for dataset.json that the plan does not have.

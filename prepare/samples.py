@@ -67,7 +67,7 @@ class SampleFields:
     captions: tuple[str, ...] = ("txt",)
     key: str | None = None
     has_several_captions: bool = False
-    """Whether a sample may have several captions; the stage then has all of them in a column `captions`."""
+    """Whether a sample may have several captions; the dataset then has all of them in a column `captions`."""
     kind: Literal["image", "video"] = "image"
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class SampleFields:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return all that is read for the stage's own columns."""
+        """Return all that is read for the dataset's own columns."""
         captions = [name for name in self.captions if not name.startswith(CONSTANT)]
         return (self.image, *captions, *([] if self.key is None else [self.key]))
 
@@ -324,7 +324,7 @@ def _usual_json_field(samples: Sequence[Sample]) -> str | None:
     return None
 
 
-# --- which samples are left out of a stage although they could be used ---
+# --- which samples are left out of a dataset although they could be used ---
 #
 # Size and aspect are those of the image, and, where the metadata has them (`original_width`, `original_height`, as
 # img2dataset writes them), those that it had before it was resized too. The similarity of image and caption stands in

@@ -1,4 +1,4 @@
-"""Convert image-caption pairs into the stage `images`, videos into `videos`, or MLPerf's moments into `moments`.
+"""Convert image-caption pairs into the dataset `images`, videos into `videos`, or MLPerf's moments into `moments`.
 
     python -m prepare.shards SOURCE... OUT
     python -m prepare.shards clips/ /data/videos
@@ -15,10 +15,10 @@ SOURCE, here or at s3://, one of
     .csv, .tsv, .jsonl            with paths: relative to the file's folder, absolute, or s3://
     hf://datasets/OWNER/NAME      a Hugging Face dataset on the hub, streamed; or a folder of one, with split=
 A sample's image, captions and key have the names that are usual (jpg, image; txt, caption, text, prompt), or those that
-image=, caption= and key= give: a suffix, a column, or json:FIELD. What was taken is printed. With several captions the stage
-has a column `captions` of all of them, and the first one in `caption`. Everything else becomes `metadata`. URLs are not
-downloaded; img2dataset does that. With videos and no images, or with video=, the dataset is one of `videos`. With the files
-that MLPerf's references publish it is one of `moments`; the first sample decides. SD2's is KEY.npy instead of the image.
+image=, caption= and key= give: a suffix, a column, or json:FIELD. What was taken is printed. With several captions the
+dataset has a column `captions` of all of them, and the first one in `caption`. Everything else becomes `metadata`. URLs are
+not downloaded; img2dataset does that. With videos and no images, or with video=, the dataset is one of `videos`. With the
+files that MLPerf's references publish it is one of `moments`; the first sample decides. SD2's is KEY.npy instead of the image.
 FLUX.1's is a table with mean, logvar, t5_encodings and clip_encodings; empty= is the folder of t5_empty.npy and
 clip_empty.npy, for runs that then need no encoder (prepare/moment_rows.py).
 OUT: a folder that is new, empty or from the same command, or an address in a store.
@@ -30,7 +30,7 @@ line has all of these counts.
 
 Each file becomes a part of OUT (prepare/parts.py); of a folder each 1,000 samples, of a table with paths each 10,000 rows. If
 stopped at any point, the same command resumes with the missing parts. OUT then has the same bytes as without the stop, with
-any number of workers (processes; default: one per core). OUT is a stage once it has a dataset.json.
+any number of workers (processes; default: one per core). OUT is a dataset once it has a dataset.json.
 Exit code: 0 if samples were written, 1 if none was, a source was not read to its end, or the work failed; 2 if it could not
 start.
 """
@@ -110,7 +110,7 @@ class ShardsConfig(EngineKeys):
     image: str | None = None
     """Column or suffix with the image or its path. null: found by its usual names."""
     video: str | None = None
-    """The same of videos: it makes a stage of them, also of a table. null: videos are found by their suffixes."""
+    """The same of videos: it makes a dataset of them, also of a table. null: videos are found by their suffixes."""
     caption: str | None = None
     """Column, suffix or json:FIELD with the caption; several with commas between. null: found by its usual names."""
     caption_text: str | None = None
@@ -182,7 +182,7 @@ class ShardPlan:
 
 
 def image_row(sample: Sample, fields: SampleFields = IMG2DATASET, filters: Filters | None = None) -> dict[str, Any]:
-    """Check one sample and return its row of the stage `images`. Raises SampleError: it is unusable; LeftOut: not wanted."""
+    """Check one sample and return its row of the dataset `images`. Raises SampleError: unusable; LeftOut: not wanted."""
     check_key(sample.key)
     content = sample.image(fields)
     width, height = size_of(decode_image(content))
@@ -194,7 +194,7 @@ def image_row(sample: Sample, fields: SampleFields = IMG2DATASET, filters: Filte
 
 
 def video_row(sample: Sample, fields: SampleFields, filters: Filters) -> dict[str, Any]:
-    """The same of the stage `videos`; the file is decoded to its end once."""
+    """The same of the dataset `videos`; the file is decoded to its end once."""
     check_key(sample.key)
     content = sample.image(fields)
     captions, metadata = read_captions(sample, fields), sample.metadata(fields)  # before the slow decoding
@@ -207,7 +207,7 @@ def video_row(sample: Sample, fields: SampleFields, filters: Filters) -> dict[st
 
 
 def moments_row(sample: Sample, family: Family, shape: Sequence[int]) -> dict[str, Any]:
-    """Check one sample and return its row of the stage `moments`. Raises SampleError: it is unusable."""
+    """Check one sample and return its row of the dataset `moments`. Raises SampleError: it is unusable."""
     check_key(sample.key)
     if MOMENTS_SUFFIX not in sample.files:
         raise SampleError("missing moments")
@@ -405,7 +405,7 @@ def make_parts(address: Address, shard_plan: ShardPlan, engine: Engine) -> Sampl
 def write_dataset(
     sources: Sequence[Source], address: Address, config: ShardsConfig, folder: Path
 ) -> tuple[SampleCounts, str]:
-    """Make the stage from the sources, or its missing parts.
+    """Make the dataset from the sources, or its missing parts.
 
     Returns:
         The counts over all parts, and a text with the speed of those that were made now.

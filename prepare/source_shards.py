@@ -1,4 +1,4 @@
-"""Open the shards of a stage, from a folder or a store, and work on their samples in threads without changing the order."""
+"""Open the shards of a dataset, from a folder or a store, and work on their samples in threads without changing the order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared fixtures and helpers: small real images in img2dataset's layout, a stage of them, and commands with a time limit."""
+"""Fixtures and helpers: small real images in img2dataset's layout, a dataset of them, and commands with a time limit."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def stage(tars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stage `images` of `tars`."""
+    """The dataset `images` of `tars`."""
     from prepare import shards
 
     out = tmp_path_factory.mktemp("stage") / "images"

@@ -81,7 +81,7 @@ def same(one: list[dict], other: list[dict]) -> bool:
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
-    """The batches of a stage of our own, of the same pictures and captions in shards of as many."""
+    """The batches of a dataset of our own, of the same pictures and captions in shards of as many."""
     columns = {"jpg": "bytes", "caption": "str", "key": "str"}
     out = write(tmp_path_factory.mktemp("ours") / "stage", columns, hashes=[HASH])
     write_metadata(out, "images", {})
@@ -145,7 +145,7 @@ def flipped(content: bytes) -> bytes:
     [
         ([], lambda content: content[: len(content) // 2], "it has {bad}, index.json says {whole}"),
         ([], lambda content: bytes(len(content)), "zstd cannot decompress it: Input data invalid or missing content "),
-        (["sha1"], flipped, "its sha1 is {sha1}, that of the stage is {right}"),
+        (["sha1"], flipped, "its sha1 is {sha1}, that of the dataset is {right}"),
     ],
 )
 def test_a_damaged_compressed_shard_is_fetched_again_and_then_named(

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: SDXL's sizes, an order of batches of one size each, sets of stages, and runs from them."""
+"""Aspect-ratio buckets: SDXL's sizes, an order of batches of one size each, sets of datasets, and runs from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mds/cache.py: room in the cache folder, whatever else lies there and however many shards the stage has."""
+"""mds/cache.py: room in the cache folder, whatever else lies there and however many shards the dataset has."""
 
 from __future__ import annotations
 

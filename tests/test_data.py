@@ -108,7 +108,7 @@ def test_synthetic_batches_keep_the_contract_and_are_drawn_once_by_their_seed(st
 
 
 def stage_with(tmp_path, broken: dict[str, dict[str, bytes]]):
-    """A stage with broken samples in it, as other tools write them: prepare.shards would have left them out."""
+    """A dataset with broken samples in it, as other tools write them: prepare.shards would have left them out."""
     out = tmp_path / "broken"
     with MDSWriter(out=str(out), columns=COLUMNS, hashes=[HASH]) as writer:
         for number in range(16):
@@ -218,7 +218,7 @@ def test_paths_that_do_not_fit_together_are_refused(stage, tmp_path):
         (None, None, {}, "data.remote: not given. Give a dataset's folder or s3:// address, or data.synthetic=true."),
         (None, stage, {"stage": "moments"}, "data.stage: the config says 'moments', "),
         (stage, link, {}, f"data.local: {link} is data.remote too. "),
-        (link, stage.parent, {}, f"data.local: {stage.parent} has the stage at {link} inside"),
+        (link, stage.parent, {}, f"data.local: {stage.parent} has the dataset at {link} inside"),
         (None, stage, {"cache_limit": "1gb"}, "data.cache_limit: 1gb has no effect on a folder that is read in "),
         (stage, "/x/y", {"cache_limit": "10kb"}, "data.cache_limit: 10kb holds fewer than 4 of the largest shard (3"),
     ):
@@ -234,7 +234,7 @@ def test_a_folder_with_shards_of_another_dataset_is_refused(stage, tmp_path):
         raw = {"basename": "shard.00000.mds", "bytes": 5, "hashes": hashes}
         (tmp_path / "index.json").write_text(json.dumps({"shards": [{"raw_data": raw}]}))
         [text] = problems_of(remote=str(stage), local=str(tmp_path))
-        assert text.startswith(f"data.local: {tmp_path} holds shards of another stage than {stage}. ")
+        assert text.startswith(f"data.local: {tmp_path} holds shards of another dataset than {stage}. ")
 
 
 def test_an_index_in_a_store_is_fetched_at_each_start(stage, store, in_store, indexes_fetched, tmp_path):

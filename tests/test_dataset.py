@@ -1,4 +1,4 @@
-"""mds/dataset.py: which folders are accepted as a stage, which are refused, and why."""
+"""mds/dataset.py: which folders are accepted as a dataset, which are refused, and why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def message(location) -> str:
 
 
 def rewrite(copy: Path, change: Callable[[Any], Any] = lambda index: None, facts: dict[str, Any] | None = None) -> None:
-    """Change the index and the facts of a stage, and let them belong together again."""
+    """Change the index and the facts of a dataset, and let them belong together again."""
     index = json.loads((copy / "index.json").read_text())
     change(index)
     (copy / "index.json").write_text(content := json.dumps(index))
@@ -44,7 +44,7 @@ def rewrite(copy: Path, change: Callable[[Any], Any] = lambda index: None, facts
 
 def test_a_path_that_is_not_there(tmp_path):
     path = tmp_path / "nowhere"
-    assert message(path) == f"no folder {path}. Check the path, or make the stage: python -m prepare.shards --help"
+    assert message(path) == f"no folder {path}. Check the path, or make the dataset: python -m prepare.shards --help"
     text = message("ftp://host/stage")
     assert text.startswith("'ftp://host/stage' is in no known store. Known: a folder, ") and "s3://" in text
     assert is_remote("s3://bucket/x") and not is_remote("/data/x") and not is_remote("data/x")
@@ -57,7 +57,7 @@ def test_a_folder_without_index_or_facts_or_with_what_is_not_json_is_no_stage(co
         assert message(copy).startswith(f"{copy / name}{problem}") and message(copy).endswith(AGAIN)
     (copy / name).unlink()
     or_adopt = f". If others have written it: python -m prepare.adopt {copy}" if name == "dataset.json" else ""
-    assert message(copy) == f"no {name} under {copy}. {AGAIN.replace(' again', '')}{or_adopt}"
+    assert message(copy) == f"no {name} under {copy}. {AGAIN.replace('Rebuild', 'Make')}{or_adopt}"
 
 
 def test_an_empty_index_and_one_of_another_dataset_are_refused(copy):
@@ -148,7 +148,7 @@ def test_a_dataset_without_the_columns_of_a_run_or_with_other_types_is_refused(s
         assert text.startswith(f"{stage} has a column moments of {encoding}, this run reads ndarray:float16:8,4,4. ")
 
 
-# --- keys.u64: which samples a stage has, and whether others are among them ---
+# --- keys.u64: which samples a dataset has, and whether others are among them ---
 
 
 def stored_in(folder: Path) -> list[int]:
@@ -205,7 +205,7 @@ def test_the_list_of_a_remote_dataset_is_fetched_once_and_compared(miniature, in
 
 
 def test_of_several_captions_the_first_usable_one_counts():
-    """As in a stage that is made of such a dataset, whose caption it is."""
+    """As in a dataset that is made of such a dataset, whose caption it is."""
     one = key_digest({"key": "7", "caption": "a dog"})
     assert key_digest({"key": "7", "caption": ["", " a dog ", "another"]}) == one
     assert key_digest({"key": "7", "caption": []}) != one

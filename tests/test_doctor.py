@@ -256,7 +256,7 @@ def test_a_dataset_without_a_shard_or_of_another_run_is_found(only_error, examin
 
 @pytest.fixture
 def bucket(store, stage, in_store):
-    """The stage in a store; returns its address, and the server's."""
+    """The dataset in a store; returns its address, and the server's."""
     return in_store(stage, "doctor"), store[1]["S3_ENDPOINT_URL"]
 
 
@@ -279,7 +279,7 @@ def test_a_missing_object_bucket_or_prefix_is_named(examine, store_error, bucket
     for address, text in (
         ("s3://easel/nothing/here", "nothing lies under s3://easel/nothing/here; bucket 'easel' is there. Check the"),
         ("s3://absent-bucket/stage", f"there is no bucket 'absent-bucket' at {bucket[1]} (NoSuchBucket). Check the "),
-        ("s3://easel", " lies there, but not all that a stage has (index.json, dataset.json, shar"),
+        ("s3://easel", " lies there, but not all that a dataset has (index.json, dataset.json, shar"),
     ):
         assert text in store_error(address)
 

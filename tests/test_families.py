@@ -90,7 +90,7 @@ def test_an_unknown_value_of_a_family_is_refused_with_the_known_ones(name):
     ):
         load_family(name, "tiny", "x")
     family = load_family(name, "tiny", VARIANTS[name][0])
-    with pytest.raises(ValueError, match=f"^data.stage: {name} has no stage 'x'. Known: {family.media}, moments.$"):
+    with pytest.raises(ValueError, match=f"^data.stage: {name} has no dataset 'x'. Known: {family.media}, moments.$"):
         family.columns("x", with_frames(name, (64, 64)))
 
 

@@ -1,4 +1,4 @@
-"""MLPerf's preprocessed samples of FLUX.1: prepare.shards makes a stage of them, and a run reads it without any encoder."""
+"""MLPerf's preprocessed samples of FLUX.1: prepare.shards makes a dataset of them, and a run reads it without any encoder."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Rows(Source):
 
 @pytest.fixture
 def make_stage(monkeypatch, tmp_path) -> Callable[..., int]:
-    """Makes a stage of rows: prepare.shards, whose source is in memory."""
+    """Makes a dataset of rows: prepare.shards, whose source is in memory."""
 
     def make(samples: list[dict[str, Any]], out: Path, *words: str) -> int:
         monkeypatch.setattr(shards, "find_sources", lambda paths, keys, folder: [Rows(tuple(samples))])
@@ -111,7 +111,7 @@ def references_batch(samples: list[dict[str, Any]], noise: torch.Tensor) -> tupl
 
 
 def a_batch_is_the_references(out: Path, samples: list[dict[str, Any]], empty: list[np.ndarray]) -> None:
-    """Read the stage as a run does, and encode a batch of which one caption is dropped, without an encoder."""
+    """Read the dataset as a run does, and encode a batch of which one caption is dropped, without an encoder."""
     family, stage, cpu = load_family("flux", "full", "mlperf"), read_dataset(str(out)), torch.device("cpu")
     section = DataConfig(stage="moments", text="stored", remote=str(out), workers=0, shuffle=False)
     options = dict(size=(256, 256), device_batch_size=len(samples), device=cpu, seed=0)

@@ -49,7 +49,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def unbroken(stage, tmp_path_factory) -> Path:
-    """What one undisturbed command makes of the stage."""
+    """What one undisturbed command makes of the dataset."""
     out = tmp_path_factory.mktemp("latents") / "out"
     assert latents.main([str(stage), str(out), *KEYS]) == 0
     return out
@@ -61,7 +61,7 @@ def rows(stage: Path) -> list[dict]:
 
 
 def images_of(samples: list[dict], out: Path, columns: dict[str, str] = COLUMNS, size_limit: int = 1 << 20) -> Path:
-    """A stage `images` as another tool may write it: nothing was checked."""
+    """A dataset `images` as another tool may write it: nothing was checked."""
     with MDSWriter(out=str(out), columns=columns, hashes=[HASH], size_limit=size_limit) as writer:
         for number, sample in enumerate(samples):
             row = {"caption": "x", "key": f"{number:03d}", "width": 1, "height": 1, "metadata": {"n": number}, **sample}
@@ -175,7 +175,7 @@ def test_a_damaged_shard_stops_the_command_with_both_digests(stage, unbroken, tm
     damaged = whole[:-1] + bytes([whole[-1] ^ 1])
     shard.write_bytes(damaged)
     assert latents.main([str(source), str(tmp_path / "out"), *KEYS]) == 1
-    digests = f"its xxh64 is {get_hash(HASH, damaged)}, that of the stage is {get_hash(HASH, whole)}. "
+    digests = f"its xxh64 is {get_hash(HASH, damaged)}, that of the dataset is {get_hash(HASH, whole)}. "
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"IN: {shard} is damaged: {digests}")
     assert not (tmp_path / "out" / "dataset.json").exists()
     shard.write_bytes(whole)
@@ -197,7 +197,7 @@ def test_moments_of_another_resize_than_the_runs_are_refused(unbroken):
     ("words", "messages"),
     [
         ("{in}", "command line: IN and OUT have to be given. python -m prepare.latents --help says more."),
-        ("{moments} {tmp}/out", "IN: {moments} is a stage of moments. Possible: a stage of images "),
+        ("{moments} {tmp}/out", "IN: {moments} is a dataset of moments. Possible: a dataset of images "),
         ("{wordless} {tmp}/out", "IN: {wordless} has no column caption. "),
         ("{in} {in}", "OUT: {in} lies in {in}, which is only read. "),
         ("{in} {moments} flip=true", "OUT: {moments} holds the finished work of another command: flip was null, "),

@@ -29,7 +29,7 @@ TINY = ["model.preset=tiny", "model.weights=random", "image_size=64", "batch_siz
 
 @pytest.fixture(scope="module")
 def encoded(stage, tmp_path_factory) -> Path:
-    """The moments of the stage, with text states."""
+    """The moments of the dataset, with text states."""
     out = tmp_path_factory.mktemp("look") / "moments"
     assert latents.main([str(stage), str(out), *TINY, "store_text=true"]) == 0
     return out

@@ -64,7 +64,7 @@ def test_streams_that_cannot_be_mixed_are_refused(two, tmp_path):
     total, cache = sum(read_dataset(location).num_samples for location in (first, second)), str(tmp_path / "cache")
     none = "data.streams[1]: none of its 64 samples would be in an epoch. Give it more."
     for one, two_, problem in (
-        ({}, {"remote": first, "local": cache}, f"data.streams[1].remote: {first} is the stage of data.st"),
+        ({}, {"remote": first, "local": cache}, f"data.streams[1].remote: {first} is the dataset of data.st"),
         ({"local": cache}, {"local": cache}, f"data.streams[1].local: {cache} is that of data.s"),
         ({}, {"repeat": 0.001}, none),
         # Rounded, 0.6 is one of 64 samples, but streaming's division leaves it to whichever stream is drawn.

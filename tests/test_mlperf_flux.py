@@ -209,7 +209,7 @@ def test_the_loss_is_the_mean_over_all_samples_at_t_eighths_by_the_formulas(tiny
 
 
 def with_timesteps(stage: Path, to: Path, timesteps: list[int]) -> Path:
-    """A copy of a stage with that column, as prepare.shards makes it of MLPerf's preprocessed samples."""
+    """A copy of a dataset with that column, as prepare.shards makes it of MLPerf's preprocessed samples."""
     index = json.loads((stage / "index.json").read_text())["shards"][0]
     columns = dict(zip(index["column_names"], index["column_encodings"], strict=True)) | {"timestep": "int"}
     rows = StreamingDataset(local=str(stage), batch_size=1, shuffle=False)
@@ -421,7 +421,7 @@ def test_a_log_without_validation_or_target_is_refused(stages, tmp_path):
     none = ["validation.remote=null", "validation.every_images=null", "target.val_loss=0.586"]
     first, second = problems_of(*words, *none)
     assert first.startswith("target.val_loss: given, but nothing is validated.")
-    assert second.startswith("mlperf.enabled: true, but nothing is validated. Give the held-out stage")
+    assert second.startswith("mlperf.enabled: true, but nothing is validated. Give the held-out dataset")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from mds.reader import BatchDataset
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory):
-    """Two stages of 47 and 30 samples, in shards of some samples each."""
+    """Two datasets of 47 and 30 samples, in shards of some samples each."""
     folders = []
     for num in (47, 30):
         folders.append(tmp_path_factory.mktemp("order") / "stage")

@@ -1,4 +1,4 @@
-"""prepare/parts.py and addresses.py: work stopped anywhere resumes to the same bytes, and is not a stage until it is done."""
+"""prepare/parts.py and addresses.py: work stopped anywhere resumes to the same bytes, and is no dataset until done."""
 
 from __future__ import annotations
 

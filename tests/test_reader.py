@@ -1,4 +1,4 @@
-"""mds/reader.py: batches of a stage, and the reader's messages."""
+"""mds/reader.py: batches of a dataset, and the reader's messages."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_damaged_or_missing_shard_is_named_with_both_digests(copy, tmp_path, q
     shard = copy / "shard.00001.mds"
     good, content = get_hash("xxh64", shard.read_bytes()), flip(shard.read_bytes())
     shard.write_bytes(content)
-    text = f"data: {shard} is damaged: its xxh64 is {get_hash('xxh64', content)}, that of the stage is {good}"
+    text = f"data: {shard} is damaged: its xxh64 is {get_hash('xxh64', content)}, that of the dataset is {good}"
     batches = list(itertools.islice(stream_of(tmp_path / "cache", remote=copy), 20))
     failure = f"{text}, in 3 tries. Rebuild the dataset, or copy it again."
     assert batches[-3:] == [{"failure": [failure]}] * 3

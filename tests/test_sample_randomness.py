@@ -1,4 +1,4 @@
-"""What is drawn when a sample is read: mds/images.py, and each draw seen in the batches of both stages."""
+"""What is drawn when a sample is read: mds/images.py, and each draw seen in the batches of both datasets."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def pictures(tmp_path_factory):
 
 
 def batches_of(place, *epochs: int, workers: int = 0, begin: tuple[int, int] = (0, 0), **config):
-    """Return the images and tokens of some epochs, in the order of the stage, each epoch one of four batches of six."""
+    """Return the images and tokens of some epochs, in the order of the dataset, each epoch one of four batches of six."""
     section = DataConfig(local=str(place), workers=workers, shuffle=False, **config)
     loader = build_data(section, FAMILY, size=SIZE, device_batch_size=6, device=CPU, seed=SEED).dataloader
     if begin != (0, 0):
@@ -197,7 +197,7 @@ def test_stored_text_states_replace_tokens_in_float16(tmp_path):
     assert torch.equal(batch["text"], states[[6 if number == 5 else number for number in range(NUM)]])
 
 
-# --- what a stage does not have ---
+# --- what a dataset does not have ---
 
 
 def test_a_key_for_which_a_dataset_has_no_column_is_refused_with_the_command_that_makes_one(pictures, tmp_path):
@@ -206,13 +206,13 @@ def test_a_key_for_which_a_dataset_has_no_column_is_refused_with_the_command_tha
     flip, crop, text = section.problems(1, {})
     assert flip == (
         "data.flip",
-        f"true, but the stage at {plain} has no moments of mirrored images. Make it with python -m prepare.latents IN OUT "
-        "flip=true, read a stage of images, or leave it out.",
+        f"true, but the dataset at {plain} has no moments of mirrored images. Make it with python -m prepare.latents IN OUT "
+        "flip=true, read a dataset of images, or leave it out.",
     )
-    assert crop[0] == "data.crop" and crop[1].startswith("random, but the images of the stage at ")
+    assert crop[0] == "data.crop" and crop[1].startswith("random, but the images of the dataset at ")
     assert text[0] == "data.text" and "no text states. Make it with python -m prepare.latents IN OUT store_t" in text[1]
     [(key, text)] = DataConfig(local=str(pictures), text="stored", flip=True, crop="random").problems(1, {})
-    assert key == "data.text" and text.startswith("stored, but a stage of images has no text states. ")
+    assert key == "data.text" and text.startswith("stored, but a dataset of images has no text states. ")
     columns = mds_columns(FAMILY, SIZE, text={"text": torch.zeros(1, 77, 16)}, metadata=False, captions=True)
     row = {**ZEROS, "captions": ["x", "y"], "text": np.zeros((77, 16), np.float16)}
     out = str(write(tmp_path / "a", columns, [row]))

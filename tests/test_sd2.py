@@ -168,6 +168,6 @@ def test_the_sizes_are_those_of_the_picture_and_of_what_is_shown_of_it():
         ((1000, 500), (100, 0), False, (500, 1000, 0, 100)),
         ((1000, 500), (100, 0), True, (500, 1000, 0, 412)),  # 512 px of room, 100 px from the other end
         ((512, 2048), None, False, (2048, 512, 768, 0)),
-        ((70_000, 70_000), None, False, (65_535, 65_535, 0, 0)),  # as much as a stage has
+        ((70_000, 70_000), None, False, (65_535, 65_535, 0, 0)),  # as much as a dataset has
     ):
         assert crop_geometry(source, (512, 512), at, flipped=flipped) == expected

@@ -142,7 +142,7 @@ def test_samples_are_located_where_streamings_spanner_has_them(tmp_path):
 
 @pytest.fixture
 def made_up(tmp_path):
-    """A stage of 30 shards, with no byte in them."""
+    """A dataset of 30 shards, with no byte in them."""
     (tmp_path / "index.json").write_text(own_index(29))
     for number in range(30):
         (path := tmp_path / entry(number)["raw_data"]["basename"]).parent.mkdir(exist_ok=True)

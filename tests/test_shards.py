@@ -120,7 +120,7 @@ def test_where_no_sample_can_be_used_there_is_no_stage_but_the_reasons(tmp_path,
         assert shards.main([str(tar), str(out)]) == 1
         assert sorted(tree(out)) == ["part-00000/part.json", "plan.json", "skipped.jsonl"]
         assert split_pace(capsys.readouterr().out.splitlines()[-1])[0] == (
-            f"found 1 samples, wrote 0, skipped 1 (image of zero bytes: 1); no stage; reasons: {out}/skipped.jsonl"
+            f"found 1 samples, wrote 0, skipped 1 (image of zero bytes: 1); no dataset; reasons: {out}/skipped.jsonl"
         )
     with pytest.raises(ValueError, match="no index.json under"):
         read_dataset(str(out))

@@ -106,7 +106,7 @@ class Job:
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A folder that every user may write in, with a stage and a cache folder; a test's own is closed to other users."""
+    """A folder that every user may write in, with a dataset and a cache folder; a test's own is closed to other users."""
     folder = Path(tempfile.mkdtemp(prefix="easel-test-"))
     write_stage(folder / "stage", SAMPLES)
     for path in (folder, folder / "cache", folder / "temporary"):

@@ -272,9 +272,9 @@ def test_a_stage_that_overlaps_training_is_refused(words_of, miniature, tmp_path
         assert line.startswith(f"validation.remote: {text}") and line.endswith(" says nothing of what was not.")
 
     refused_for(
-        training, f"{training} is the stage that is trained on: its index.json is the same. Give a stage of other"
+        training, f"{training} is the dataset that is trained on: its index.json is the same. Give a dataset of other"
     )
-    # The same shards under another index, as a part of the stage that was copied.
+    # The same shards under another index, as a part of the dataset that was copied.
     shutil.copytree(training, part)
     index, facts = (json.loads((part / f"{name}.json").read_text()) for name in ("index", "dataset"))
     (part / "index.json").write_text(json.dumps({**index, "shards": index["shards"][:4]}))

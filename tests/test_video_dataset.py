@@ -56,7 +56,7 @@ def stage(tars, tmp_path_factory):
     return out
 
 
-# --- the stage is made ---
+# --- the dataset is made ---
 
 
 def test_bytes_captions_counts_and_metadata_arrive_unchanged(stage):

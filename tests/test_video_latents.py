@@ -90,7 +90,7 @@ def test_a_run_at_another_rate_or_of_other_frames_than_the_moments_is_refused(st
     assert latents.main([str(stage), str(out), *words_of("wan", "t2v")]) == 0
     config = DataConfig(stage="moments", local=str(out), fps=8.0)
     [rate, size] = config.problems(1, {"model.family": "wan", "image_size": [48, 32, 9]})
-    text = f"8, but the clips of the stage at {out} were made at the rates of their videos. Make it with python -m "
+    text = f"8, but the clips of the dataset at {out} were made at the rates of their videos. Make it with python -m "
     assert rate[0] == "data.fps" and rate[1].startswith(text)
     text = f"[48, 32, 9], but the moments at {out} were made for [48, 32, 5]. Use that value."
     assert size == ("image_size", text)

@@ -51,7 +51,7 @@ require_private_api("torch._subclasses.fake_tensor", "FakeTensorMode", why="a st
 class Cost:
     """The cost of one training step.
 
-    flops_per_image: of the device: forward and backward of the denoiser, forward of the encoders that the stage needs.
+    flops_per_image: of the device: forward and backward of the denoiser, forward of the encoders that the dataset needs.
     forward_flops: of the denoiser's forward pass alone, per image: what recomputation adds.
     activation_gib_per_image: saved for the backward pass, per image of a microbatch.
     activation_gib_once: saved for the backward pass, independent of the microbatch size (weights cast by autocast).

@@ -229,7 +229,7 @@ RunOnEngine = Callable[[Callable[[int], Any], Sequence[int], Sequence[int], str]
 
 
 def filter_all(config: LaionConfig, run: RunOnEngine) -> None:
-    """Make the stage, or what is missing of it."""
+    """Make the dataset, or what is missing of it."""
     filter_config = config.filter
     address, parts = (
         Folder(str(config.subfolder(FILTERED))),

@@ -84,7 +84,7 @@ def tar_stem(number: int) -> str:
 
 
 def download_all(config: LaionConfig, run: RunOnEngine) -> None:
-    """Make the stage, or what is missing of it."""
+    """Make the dataset, or what is missing of it."""
     import_img2dataset("downloader")
     address, (parts, inputs) = Folder(str(config.subfolder(TARS))), find_row_groups(config)
     changes_nothing = ("threads", "min_success")  # of the bytes of a tar

@@ -1,4 +1,4 @@
-"""A stage `moments` whose every sample can be known again: it is a function of its number.
+"""A dataset `moments` whose every sample can be known again: it is a function of its number.
 
     moments   float16 (8, 16, 16)   noise from a generator seeded by the number
     tokens    uint16 (77,)          the number, then tokens from the same generator
@@ -35,7 +35,7 @@ def truth() -> dict[str, np.ndarray]:
 
 
 def write(folder: Path) -> None:
-    """Write the stage, with the columns and facts that prepare.latents gives to its own."""
+    """Write the dataset, with the columns and facts that prepare.latents gives to its own."""
     from streaming import MDSWriter
 
     from families import load_family

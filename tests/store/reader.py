@@ -1,4 +1,4 @@
-"""A rank that reads the stage and notes what arrived.
+"""A rank that reads the dataset and notes what arrived.
 
     python -m tests.store.reader RANK TASK      TASK as JSON, see reader_faults.Reading
 

@@ -36,7 +36,7 @@ NUM_BATCHES = NUM_SAMPLES // DEVICE_BATCH
 
 
 class Reading:
-    """Two ranks that read the stage once."""
+    """Two ranks that read the dataset once."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, environment: dict[str, str], **task: Any):
         folder.mkdir()
@@ -119,7 +119,7 @@ def start(s3, stage, tmp_path) -> Iterator[Callable[..., Reading]]:
 
 @pytest.fixture(scope="module")
 def order(s3, stage, tmp_path_factory) -> list[list[list[int]]]:
-    """What each rank gets of the stage in a folder, unshuffled; each sample once."""
+    """What each rank gets of the dataset in a folder, unshuffled; each sample once."""
     with contextlib.ExitStack() as stack:
         keys = dict(remote=None, local=str(stage.folder), workers=2, shuffle=False, pace_sec=0.0, patience_sec=60.0)
         reading = Reading(tmp_path_factory.mktemp("order") / "0", stack, {}, **keys)
