@@ -310,7 +310,6 @@ def test_the_figures_of_the_pages_are_those_of_their_records():
         "store_speed": {"cold_mb_per_sec": ".0f", "warm_mb_per_sec": ".0f", "cold_over_download": ".2f"},
         "adopt_speed": {"adopt_sec": ".1f"},
         "ema": {f"speedup_vs_{other}": ".2f" for other in ("composer", "diffusers", "diffusers_foreach", "flat")},
-        "fid_speed": {"total_speedup": ".2f"},
     }
     start, page, demo = (record(name) for name in ("start", "page_speed", "shapes_cpu"))
     texts = {
