@@ -18,7 +18,7 @@ A sample's image, captions and key have the names that are usual (jpg, image; tx
 image=, caption= and key= give: a suffix, a column, or json:FIELD. What was taken is printed. With several captions the
 dataset has a column `captions` of all of them, and the first one in `caption`. Everything else becomes `metadata`. URLs are
 not downloaded; img2dataset does that. With videos and no images, or with video=, the dataset is one of `videos`. With the
-files that MLPerf's references publish it is one of `moments`; the first sample decides. SD2's is KEY.npy instead of the image.
+files that MLPerf's references publish it is one of `moments`; the first sample decides. SD2's is KEY.npy instead of an image.
 FLUX.1's is a table with mean, logvar, t5_encodings and clip_encodings; empty= is the folder of t5_empty.npy and
 clip_empty.npy, for runs that then need no encoder (prepare/moment_rows.py).
 OUT: a folder that is new, empty or from the same command, or an address in a store.

@@ -17,7 +17,7 @@ KEYS = "model.family=shapes, image_size=32, global_batch_size=8, device_train_mi
 KEYS += ", measure.window_batches=2, measure.warmup_batches=2, compile=off, channels_last=false, async_loss=false"
 KEYS += ", cudnn_benchmark=false"
 END = {"process_seconds": 1, "commit": "abc"}
-NO_ROOM = "memory: 128 images a pass need about 130 GiB; here is 79. Ways out: device_train_microbatch_size=83 or less."
+NO_ROOM = "memory: 128 images a pass need about 130 GiB; here is 79. Try: device_train_microbatch_size=83 or less."
 
 
 def test_the_most_telling_steps_come_first_and_every_rung_is_there():

@@ -36,7 +36,7 @@ def start_warm(monkeypatch) -> None:
 
 
 def test_a_file_that_is_no_ladder_is_refused(tmp_path):
-    message = r"^.*x.yaml: is no ladder .*of a rung: name, yaml, keys, program, ranks, over"
+    message = r"^.*x.yaml: is not a ladder .*of a rung: name, yaml, keys, program, ranks, over"
     for rungs, more in (
         ("{name: a}", ""),
         (A, ", limits: 2"),

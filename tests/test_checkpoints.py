@@ -245,7 +245,7 @@ def test_every_run_gets_a_page_a_failed_one_too_and_no_run_fails_for_it(words_of
     assert "no more." in (tmp_path / "failed" / "page.html").read_text()
     monkeypatch.setattr(page, "write", fail)
     assert main(*words_of(tmp_path, "a", "max_duration=1ba")) == 0
-    problem = f"page: it cannot be written: no more. python -m reports.page {tmp_path}/a tries again.\n"
+    problem = f"page: cannot be written: no more. To retry: python -m reports.page {tmp_path}/a\n"
     assert problem in capsys.readouterr().err
 
 

@@ -214,7 +214,7 @@ def test_too_little_memory_of_device_or_host_is_found(only_error, examine, monke
     found = examine()[1]
     assert found["host memory"][0][0] == WARNING and found["memory"][0][0] == ERROR
     text = found["memory"][0][1]
-    assert text.startswith("8 images a pass need about 0.0 GiB") and "Ways out: gradient_checkpointing=1, " in text
+    assert text.startswith("8 images a pass need about 0.0 GiB") and "Try: gradient_checkpointing=1, " in text
 
 
 @pytest.mark.long

@@ -219,7 +219,7 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_built(trained, tmp_p
     snapshot = next((trained / "checkpoints").glob("weights-*.pt"))
     lost = shutil.copy(snapshot, tmp_path / snapshot.name)
     for source, words, said in (
-        (snapshot, ["snapshots=last"], f"snapshots: last, but {snapshot} is one already. Leave it out."),
+        (snapshot, ["snapshots=last"], f"snapshots: last, but {snapshot} is one snapshot. Leave snapshots out."),
         (lost, [], f"{lost} is a run's checkpoint, outside its run's folder. Give its path in RUN/checkpoints/."),
         (trained / "samples", [], f"images: {trained}/samples is a folder of images, without a model."),
     ):

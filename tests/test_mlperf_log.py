@@ -149,7 +149,7 @@ def test_a_resumed_run_continues_in_the_same_log_with_a_restart(tmp_path, capsys
     once = ("init_start", "init_stop", "run_start", "run_stop", "restart")
     assert [found.count(key) for key in once] == [1] * len(once)
     assert only(read_events(tmp_path / "mlperf.log"), "restart")["metadata"]["samples_count"] == 512_000
-    said = "mlperf: restarted at 512,000 images: no result of the closed division; for one, take another"
+    said = "mlperf: restarted at 512,000 images: not a closed-division result; for one, use another"
     assert said in capsys.readouterr().err
 
 
@@ -272,7 +272,7 @@ def test_a_log_that_was_closed_afterwards_gets_the_points_before_in_order_and_ke
     stop = only(events, "run_stop")
     assert stop["time_ms"] == 1000 * (BEGAN + images[FIRST] / 1000) and stop == events[-1]
     assert stop["metadata"]["status"] == "success" and runs_backwards(log) == []
-    said = f"the log has {FIRST - 1} evaluations more; it ends as before: success at {images[FIRST]:,} images.\n"
+    said = f"the log has {FIRST - 1} more evaluations; it still ends with success at {images[FIRST]:,} images.\n"
     assert capsys.readouterr().err == f"mlperf: {said}"
     assert check(log, "5.0.0") is None
     whole = log.read_bytes()
@@ -300,7 +300,7 @@ def test_the_log_of_a_run_that_another_process_uses_stays_as_it_is_and_else_it_e
     rows = waiting(tmp_path, 3)
     with (
         FileLock(tmp_path / ".lock"),
-        pytest.raises(ConfigError, match="mlperf.log: another process has the run, and may"),
+        pytest.raises(ConfigError, match="mlperf.log: another process uses the run, and may"),
     ):
         conclude(tmp_path, rows, None)
     assert keys(tmp_path / "mlperf.log") == [*HEAD, *(3 * BLOCK)]

@@ -24,7 +24,7 @@ RUN |= {"model.frozen_device": "device", "ema.device": "model"}
 def lines(cost: Cost = COST, *, ranks: int = 8, ema: bool = False, **values) -> list[str]:
     """The plan's lines without their "# "; a dot of a key is written as two underlines."""
     changed = {key.replace("__", "."): value for key, value in values.items()}
-    room = "this GPU (N) has 80.0, of which 76.0 can be planned with"
+    room = "this GPU (N) has 80.0, of which 76.0 can be used"
     text = plan.describe(cost, {**RUN, **changed}, num_ranks=ranks, room=room, ema_on_device=ema)
     assert text.endswith("\n") and all(line.startswith("# ") for line in text.splitlines())
     return [line[2:] for line in text.splitlines()]
@@ -36,7 +36,7 @@ def test_the_plan_of_the_benchmark_on_eight_gpus():
 parameters: 865,910,724 trained, 424,041,703 frozen
 compute: 2.45 TFLOP an image and training step (denoiser forward and backward, encoders forward)
 global batch: 256 images = 8 ranks x 8 passes x 4 images
-      18.7  sum; this GPU (N) has 80.0, of which 76.0 can be planned with
+      18.7  sum; this GPU (N) has 80.0, of which 76.0 can be used
 full checkpoint: 9.68 GiB
 max_duration: 2000ba, 512,000 images, 7.76 minutes
 target: FID 90 or less and CLIP 0.15 or more on one checkpoint; one every 2,000 batches (512,000 images)

@@ -202,8 +202,8 @@ def test_an_error_of_this_machines_disk_is_not_retried(tmp_path, kind):
     with pytest.raises(StreamFailure) as caught:
         Away(99, error).fetch(tmp_path / "x.mds")
     assert str(caught.value) == (
-        f"data.local: {tmp_path}/x.mds: {NO_SPACE[1]}, while x.mds was written. Make room, or give another folder or "
-        "data.cache_limit."
+        f"data.local: {tmp_path}/x.mds: {NO_SPACE[1]}, while x.mds was written. Check its space and permissions, "
+        "or set another data.local or data.cache_limit."
     )
 
 

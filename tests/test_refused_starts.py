@@ -173,7 +173,7 @@ GLOO = "[x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms fo
     ("error", "is_expected", "text"),
     [
         (ValueError("loss: nan. Lower it."), True, "loss: nan. Lower it."),
-        (RuntimeError(GLOO), True, f"{GLOO} Another rank has not come to where this one waits for it: "),
+        (RuntimeError(GLOO), True, f"{GLOO} Another rank did not reach this collective: "),
         (wandb.errors.UsageError("no"), True, "UsageError: "),
         (lambda: json.loads("x"), False, "JSONDecodeError: Expecting value: "),
     ],

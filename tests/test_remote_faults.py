@@ -127,8 +127,8 @@ def test_a_store_that_stays_away_ends_the_run_and_the_same_command_uploads(words
     told = capsys.readouterr()
     assert told.out == "" and "Traceback" not in told.err
     last = told.err.splitlines()[-1]
-    assert last.startswith(f"save.remote: {REMOTE}/a does not have all of this run: weights-im0000000000")
-    assert f" not there after 3 s; {REMOTE}/a cannot be written: " in last
+    assert last.startswith(f"save.remote: {REMOTE}/a lacks weights-im0000000000")
+    assert f" of this run after 3 s; {REMOTE}/a cannot be written: " in last
     assert last.endswith(f" {tmp_path}/a is whole: the same command uploads the rest.")
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["batches"] == 10
     s3.start()

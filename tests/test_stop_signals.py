@@ -105,7 +105,7 @@ def test_a_signal_while_ranks_wait_for_data_saves_the_last_batch_and_stops_all(
     ("number", "every_images", "code", "text"),
     [
         pytest.param(signal.SIGTERM, 0, 143, "rank 1 has stopped: SIGTERM: stopped\n", marks=pytest.mark.long),
-        (signal.SIGKILL, 320000, 1, " Another rank has ended without a word: the kernel ends a process where "),
+        (signal.SIGKILL, 320000, 1, " Another rank died without an error: the kernel kills a process when memory "),
     ],
     ids=["SIGTERM where nothing is saved", "SIGKILL"],
 )

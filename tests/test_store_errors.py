@@ -20,7 +20,7 @@ ADDRESSES = [
     ("sftp://nobody:***@host/x", "sftp://nobody:***@host/x is an address as a record shows it, without its password."),
     ("s3://easel/mom?token=hunter2", f"s3://easel/mom?*** has a '?', and what follows it would be left out. {S3}."),
     ("s3://[easel/mom", f"s3://[easel/mom names no bucket. {S3}."),
-    ("s3://easel/m\nom", "'s3://easel/m\\nom' has a blank at an end, or a "),
+    ("s3://easel/m\nom", "'s3://easel/m\\nom' has a space at an end, or a "),
     ("hf://b/x", "hf://b/x is not the address of a hub dataset. Write hf://datasets/OWNER/NAME/FOLDER."),
     ("sftp:///mom", "sftp:///mom names no host. Write sftp://USER@HOST/FOLDER."),
 ]

@@ -90,7 +90,7 @@ def test_one_network_draws_one_image_in_whatever_form_it_is_published(theirs, tm
     assert "does not say what its network predicts" not in capsys.readouterr().err
     at = ["image_size=32"]  # a file does not say it
     assert np.array_equal(draw(theirs / "whole.safetensors", tmp_path / "file", *at)[0], whole)
-    text = f"eval: {theirs}/whole.safetensors does not say what its network predicts: taken to be v. Say objective.prediction"
+    text = f"eval: {theirs}/whole.safetensors does not say what its network predicts: taken to be v. Set objective.prediction"
     assert text in capsys.readouterr().err
     for name in ALONE:
         image, metadata = draw(theirs / name, tmp_path / name.replace("/", "-"), "model.weights=shipped", *at)

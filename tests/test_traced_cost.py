@@ -79,12 +79,12 @@ def test_too_little_memory_names_need_room_and_ways_out(monkeypatch):
     assert memory_problem(COST, 16, 1, ema=False) is None
     problem = str(memory_problem(COST, 64, 1, ema=False))
     assert problem.startswith("64 images a pass need about 33.0 GiB (1.0 for weights, gradients, optimizer, ")
-    assert "this machine (free now) has 10.0. Ways out: device_train_microbatch_size=17 or less, " in problem
-    of_two = "has 10.0, 4.8 GiB of it for each of 2 processes. Ways out: device_train_microbatch_size=7 or less, "
+    assert "this machine (free now) has 10.0. Try: device_train_microbatch_size=17 or less, " in problem
+    of_two = "has 10.0, 4.8 GiB of it for each of 2 processes. Try: device_train_microbatch_size=7 or less, "
     assert of_two in memory_problem(COST, 16, 2, ema=False)
     monkeypatch.setattr(memory, "available_gib", lambda: (1.2, "this machine (free now)"))
     text = memory_problem(COST, 16, 1, ema=False, savings=["gradient_checkpointing=1", "precision=bf16"])
-    assert "has 1.2. Ways out: gradient_checkpointing=1, precision=bf16, a smaller image_size, " in text
+    assert "has 1.2. Try: gradient_checkpointing=1, precision=bf16, a smaller image_size, " in text
 
 
 @pytest.mark.parametrize(("ranks", "ema", "microbatch"), [(1, False, 0), (8, True, 32)])

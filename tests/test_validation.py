@@ -269,7 +269,7 @@ def test_a_stage_that_overlaps_training_is_refused(words_of, miniature, tmp_path
 
     def refused_for(remote: Path, text: str) -> None:
         [line] = refused(capsys, *words_of(tmp_path, "x", f"validation.remote={remote}"))
-        assert line.startswith(f"validation.remote: {text}") and line.endswith(" says nothing of what was not.")
+        assert line.startswith(f"validation.remote: {text}") and line.endswith(" says nothing about others.")
 
     refused_for(
         training, f"{training} is the dataset that is trained on: its index.json is the same. Give a dataset of other"
