@@ -335,9 +335,7 @@ def export(address: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     if problem := output_problem(out, run):
         raise ConfigError([problem])
     if file and config.snapshot != "last":
-        raise ConfigError(
-            [f"snapshot: {config.snapshot}, but {file} is a snapshot. Give the run's folder, or leave snapshot out."]
-        )
+        raise ConfigError([f"snapshot: {config.snapshot}, but {file} is a snapshot. Give its run, or leave it out."])
     path = file or find_checkpoint(run, config.snapshot)
     run_config = read_run_config(run, config.model.weights, config.model.denoiser)
     if config.lora != "merged" and not run_config.lora.is_given:

@@ -62,7 +62,7 @@ def failing(number: int) -> int:
     ("numbers", "text"),
     [
         ([1, 2, 3], "SOURCE: the disk is gone."),
-        ([4, 5], "workers: one was killed, perhaps for want of memory. What is "),
+        ([4, 5], "workers: one was killed, perhaps for want of memory. Finished work is "),
     ],
 )
 def test_what_ends_a_process_is_told_as_it_is(numbers, text):
@@ -231,7 +231,7 @@ def test_a_killed_worker_is_tried_again_and_errors_come_back_as_they_are(nodes, 
             with pytest.raises(kind, match=rf"^{text}{at.format(number)}(\n|$)") as error:
                 list(engine.run([number]))
             assert type(error.value) is kind and (number != 6 or "return [][0]" in error.value.__notes__[0])
-        with pytest.raises(Failed, match=r"^ray: part-00002: its worker died, 2 times: .* What is done stays; "):
+        with pytest.raises(Failed, match=r"^ray: part-00002: its worker died, 2 times: .* Finished work is kept; "):
             list(engine.run([2]))
 
 

@@ -177,7 +177,7 @@ def test_an_unreachable_store_is_waited_for_and_logged(tmp_path, monkeypatch, ca
 
 @pytest.mark.timeout(60, func_only=True)
 def test_a_wait_for_a_store_ends(tmp_path, quick_retries):
-    message = r"^data: s3://b/x.mds cannot be read: .* waited for 3 s \(data.patience_sec=2.5\).$"
+    message = r"^data: s3://b/x.mds cannot be read: .* Waited for 3 s \(data.patience_sec=2.5\).$"
     with pytest.raises(StreamFailure, match=message):
         Away(99, ConnectionResetError("broken")).fetch(tmp_path / "x.mds", patience_sec=2.5)
     missing = Away(99, FileNotFoundError("no such object"))

@@ -286,5 +286,5 @@ def test_a_store_that_goes_away_is_waited_for_and_no_part_is_made_without_it(in_
     assert text.startswith(
         f"SOURCE: {address}/0.tar cannot be read: nothing listens at http://127.0.0.1:9. Check the port "
     )
-    assert re.search(r"waited for \d+ s. Finished work is kept; the same command resumes from there.$", text)
+    assert re.search(r"Waited for \d+ s. Finished work is kept; the same command resumes from there.$", text)
     assert make(f"{address}/0.tar", tmp_path / "out") == 0 and len(rows(tmp_path / "out")) == 1
