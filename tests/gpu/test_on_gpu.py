@@ -51,9 +51,7 @@ def test_an_adapter_trains_on_a_base_in_the_runs_precision(tmp_path, family, pre
     assert benchmark.main(words) == 0
     losses = [json.loads(line)["loss"] for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
     assert all(0.0 < loss < 10.0 for loss in losses)
-    assert family == "sdxl" or sum(losses[-5:]) < 0.95 * sum(
-        losses[:5]
-    )  # times and noise are drawn again for each step
+    assert family == "sdxl" or sum(losses[-5:]) < 0.95 * sum(losses[:5])  # each step draws new times and noise
 
 
 @pytest.mark.parametrize("family", ["sdxl", "flux"])
