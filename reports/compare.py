@@ -319,8 +319,8 @@ OUTCOMES = (
     "cmmd",
     *("first_step_seconds", "peak_tflops", "global_batch_size", "evaluations", "validations", "profile"),
 )
-"""What a run came to, and what it is called; with all `estimated_...`, `images_per_sec...` and `..._fingerprint`. Other keys
-are its settings."""
+"""What a run came to, and what it is called; with OUTCOME_PREFIXES and all `..._fingerprint`. Other keys are its settings."""
+OUTCOME_PREFIXES = ("estimated_", "images_per_sec", "slowest_")
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ def _is_above_zero(value: Any) -> bool:
 
 
 def _is_setting(key: str) -> bool:
-    is_outcome = key in OUTCOMES or key.startswith(("estimated_", "images_per_sec")) or key.endswith("_fingerprint")
+    is_outcome = key in OUTCOMES or key.startswith(OUTCOME_PREFIXES) or key.endswith("_fingerprint")
     return not (is_outcome or key in WORK_KEYS or _is_machine(key))
 
 
