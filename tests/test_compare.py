@@ -149,11 +149,10 @@ def test_the_training_has_to_be_the_same_and_across_allows_its_key(record, capsy
 
 
 def test_repeated_runs_are_one_value_each(record):
-    def five(side: str, first: int) -> str:
+    def five(side: str, least: int) -> str:
         keys = [f"images_per_sec{kind}" for kind in ("", "_min", "_max", "_per_device")]
-        return ",".join(
-            record(f"{side}{n}", seed=n, slowest_rank=n, **dict.fromkeys(keys, first + n)) for n in range(5)
-        )
+        made = [{"seed": n, "slowest_rank": n} | dict.fromkeys(keys, least + n) for n in range(5)]
+        return ",".join(record(f"{side}{each['seed']}", **each) for each in made)
 
     sides = [five("a", 100), five("b", 110)]
     table, _ = compare.compare_records(sides)

@@ -253,7 +253,7 @@ def test_a_dataset_with_timesteps_is_measured_at_those_by_the_formulas_on_any_nu
 
 def test_a_timestep_that_is_no_eighth_is_named(stages, tiny_flux, tmp_path):
     stage = with_timesteps(stages["held_out"], tmp_path / "own", [*OWN[:7], 8, *OWN[8:]])
-    with pytest.raises(ValueError, match=r"^validation\.remote: sample 7 has the timestep 8\. Possible: 0 to 7\. Make"):
+    with pytest.raises(ValueError, match=r"^validation\.remote: sample 7 has the timestep 8\. Possible: 0 to 7\."):
         validator_on(stage, tiny_flux, 20, 4).measure()
 
 

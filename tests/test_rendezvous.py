@@ -75,7 +75,7 @@ def test_a_port_where_something_else_listens_is_named(as_rank):
         port = other.getsockname()[1]
         as_rank(1, 2, port=port)
         output = refused(Failed, rendezvous._open_store, 0.3, "")
-    text = f"MASTER_PORT: what answers at 127.0.0.1:{port} is not rank 0 (no word for 0.3 s), as rank 1 "
+    text = f"MASTER_PORT: what answers at 127.0.0.1:{port} is not rank 0 (no answer for 0.3 s), as rank 1 "
     assert output.startswith(text)
 
 

@@ -108,7 +108,7 @@ def test_nothing_is_lost_without_a_word(tmp_path, capsys):
     last, pace = split_pace(capsys.readouterr().out.splitlines()[-1])
     assert re.fullmatch(r"[0-9.,]+ samples/s over [0-9.]+ s", pace)
     assert last == (
-        "found 11 samples, wrote 4, skipped 7 (duplicate key: 1, key leads out of its source: 3, key is not UTF-8: 1, "
+        "found 11 samples, wrote 4, skipped 7 (duplicate key: 1, key is not UTF-8: 1, key leads out of its source: 3, "
         f"metadata is not JSON: 1, missing caption: 1); sources with a fault: 5 ({unread}: 4, has no sample: 1); "
         f"files that were not read: 3, e.g. c.v2.jpg; in {out}; reasons: {out}/skipped.jsonl"
     )
