@@ -70,7 +70,7 @@ from training.trainer import build_device, torch_device
 DIST_TIMEOUT_SEC = 1800.0
 UNREAD: tuple[str, ...] = ("run_name", "run_folder", "data.remote", "data.local", "data.metadata", "data.streams")
 UNREAD += ("model.denoiser", "validation.", "loggers.", "mlperf.")
-"""Keys that no score depends on: an unset variable in them is ignored."""
+"""Keys that no score depends on: an unset environment variable in them is ignored."""
 
 
 @dataclass(frozen=True)

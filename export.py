@@ -86,7 +86,7 @@ CAPTION = "a photograph of an astronaut riding a horse"
 UNREAD = ("run_name", "run_folder", "model.denoiser", "data.", "optimizer.", "schedule.", "save.", "target.")
 UNREAD += ("validation.", "samples.", "measure.", "profile.", "loggers.", "mlperf.")
 UNREAD += ("eval.prompts", "eval.statistics", "eval.inception", "eval.clip", "eval.cmmd")
-"""Keys that the model does not depend on: an unset variable in them is ignored."""
+"""Keys that the model does not depend on: an unset environment variable in them is ignored."""
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ def export(address: str, out: Path, config: ExportConfig) -> dict[str, Any]:
     if problem := output_problem(out, run):
         raise ConfigError([problem])
     if file and config.snapshot != "last":
-        raise ConfigError([f"snapshot: {config.snapshot}, but {file} is a snapshot. Give its run, or leave it out."])
+        raise ConfigError([f"snapshot: {config.snapshot}, but {file} is a snapshot. Give its run, or no snapshot."])
     path = file or find_checkpoint(run, config.snapshot)
     run_config = read_run_config(run, config.model.weights, config.model.denoiser)
     if config.lora != "merged" and not run_config.lora.is_given:

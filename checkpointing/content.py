@@ -167,7 +167,9 @@ def restore(
         fix = "Use the configuration that it was made with."
         problems.append(f"{path}: its weights do not fit the model: {text}. {fix}")
     if saved["names"] != _optimizer_names(model, optimizer):
-        problems.append(f"{path}: its optimizer has other parameters or groups. Restore optimizer.decay.")
+        problems.append(
+            f"{path}: its optimizer has other parameters or groups. Use the optimizer.decay that the run began with."
+        )
     if (average is None) != (content.get("ema") is None):
         contents, needed = ("EMA weights", "false") if average is None else ("no EMA weights", "true")
         problems.append(f"ema.enabled: {needed}, but {path} has {contents}. Use the value that the run began with.")

@@ -161,7 +161,7 @@ def find_damage(path: Path) -> str | None:
 
 
 def load_parts(path: Path, into: Mapping[str, Tensor]) -> None:
-    """Read tensors by name into `into`; of a sharded one, this rank's part. All ranks call it."""
+    """Read tensors by name into `into`, of the same whole shapes; of a sharded one, this rank's part. All ranks call it."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     with warnings.catch_warnings():

@@ -170,7 +170,7 @@ def read_reference(path: str | Path, encoder: ImageEncoder) -> Tensor:
         raise ValueError(f"eval.statistics: {path} has no embeddings for CMMD. {AGAIN[:-1]} cmmd=ENCODER.")
     if made["cmmd_fingerprint"] != encoder.fingerprint:
         text = f"{path} has embeddings of the encoder {made['cmmd_fingerprint']}, this evaluation's is {encoder.fingerprint}"
-        raise ValueError(f"eval.statistics: {text}. Make it again, or restore eval.cmmd.")
+        raise ValueError(f"eval.statistics: {text}. Make it again, or use the eval.cmmd that it was made with.")
     return torch.from_numpy(read_embeddings(path, encoder.num_features))
 
 

@@ -244,7 +244,7 @@ def reference_for(path: str | Path, extractor: Extractor) -> Statistics:
     for key, ours in of_extractor.items():
         if made.get(key, ours) != ours:
             text = f"{path} was made with the {key} {made[key]}, this evaluation has {ours}"
-            raise ValueError(f"eval.statistics: {text}. Make it again, or restore eval.inception and eval.resize.")
+            raise ValueError(f"eval.statistics: {text}. Make it again, or use that eval.inception and eval.resize.")
     return statistics
 
 

@@ -255,7 +255,7 @@ def adopt(remote: str, config: AdoptConfig) -> None:
     """Adopt the dataset at a folder or address.
 
     Raises:
-        ConfigError: it cannot be read as a dataset. Refused: it is one. Failed: what was read is damaged; not written.
+        ConfigError: it cannot be read as a dataset. Refused: it is one of ours. Failed: what was read is damaged.
     """
     started, metadata_path = time.monotonic(), config.metadata or f"{remote.rstrip('/')}/{METADATA_FILE}"
     try:

@@ -145,7 +145,7 @@ def read_manifest(path: Path = MANIFEST) -> dict[str, DownloadGroup]:
             if group.kind == "nothing":
                 raise ValueError(f"has {group.kind}. Give one of {', '.join(KINDS)}")
             if "/" in parts or ".." in parts:
-                raise ValueError(f"has the folder '{group.folder}'. Give a relative one, without ..")
+                raise ValueError(f"has the folder '{group.folder}', which leads out of `to`. Give a relative one")
             if unknown := [member for member in group.groups if member not in content]:
                 raise ValueError(f"names no group: {', '.join(unknown)}")
             check_files(group.wanted())

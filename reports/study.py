@@ -120,7 +120,7 @@ def table_of(record: Record) -> RecordTable:
         rows.append(tuple(cells))
     lost = len(record["runs"]) - len(ran)
     title = f"Sweep {record['sweep']}: mean over the seeds (least to greatest)"
-    title += "; to the target: median (95 %)" if has_target else ""
+    title += "; to the target: median (95 % interval)" if has_target else ""
     title += f"; {lost} of {len(record['runs'])} runs did not end well" if lost else ""
     return RecordTable(f"{title}:", head, "l" * len(keys) + "r" * (len(head) - len(keys)), rows)
 

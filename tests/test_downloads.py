@@ -69,7 +69,7 @@ ONE = "a: {about: x, folder: f, files: [{name: n, urls: ['http://x/n'], %s}]}"
     ("manifest", "message"),
     [
         ("a: [", "Give a YAML file as downloads.yaml."),
-        ("a: {about: x, folder: ../b, uri: u}", "a: has the folder '../b'. Give "),
+        ("a: {about: x, folder: ../b, uri: u}", "a: has the folder '../b', which leads out of "),
         ("a: {about: x, groups: [b]}", "a: names no group: b."),
         (ONE % "digest: 'md5:1'", "n: its digest is md5:1."),
     ],

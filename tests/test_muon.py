@@ -169,7 +169,7 @@ def of_a_rank(rank: int, folder: str) -> None:
     if rank == 0:
         torch.save(saved, f"{folder}/saved.pt")
     torch.distributed.barrier()
-    os._exit(0)  # a gloo thread that frees a tensor as the interpreter ends would abort: pytorch/pytorch#179291
+    os._exit(0)  # a gloo thread that frees a tensor as the interpreter ends may abort: pytorch/pytorch#179291
 
 
 @pytest.mark.slow
