@@ -313,6 +313,7 @@ def test_the_figures_of_the_pages_are_those_of_their_records():
     }
     start, page, demo = (record(name) for name in ("start", "page_speed", "shapes_cpu"))
     losses = [[run["val_loss"] for run in record("shapes_algorithms_best")["runs"][point::3]] for point in range(3)]
+    fid, clip = ([run[key] for run in record("shapes_algorithms_min_snr")["runs"]] for key in ("fid", "clip"))
     texts = {
         "docs/benchmarks.md": [
             *(spread(record(name), key, digits) for name, keys in spreads.items() for key, digits in keys.items()),
@@ -321,7 +322,8 @@ def test_the_figures_of_the_pages_are_those_of_their_records():
         "docs/looking.md": [
             f"{page['windows_100000_sec']:.1f} s, and the page has {page['windows_100000_bytes'] / 1e6:.2f} MB"
         ],
-        "docs/algorithms.md": [f"{sum(of) / len(of):.3f} ({min(of):.3f} to {max(of):.3f})" for of in losses],
+        "docs/algorithms.md": [f"{sum(of) / len(of):.3f} ({min(of):.3f} to {max(of):.3f})" for of in [*losses, clip]]
+        + [f"{sum(fid) / len(fid):.1f} ({min(fid):.1f} to {max(fid):.1f})"],
         "README.md": [f"after {demo['images_to_target']:,} images: {minutes_of(demo['seconds_to_target_with_eval'])}"],
     }
     assert [text for page, of_page in texts.items() for text in of_page if text not in flat(page)] == []
