@@ -223,7 +223,7 @@ $(COMPOSER) -n 1 benchmark.py $(1) run_name=$(NAME) $(KEYS) | (trap '' INT; sed 
 endef
 
 demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good (KEYS=seed=18)
-	$(call shown,yamls/shapes.yaml)
+	$(call shown,yamls/shapes_muon.yaml)
 
 flux-files: $(addprefix $(SHAPES)/,moments/dataset.json held-out/dataset.json prompts.tsv)
 
@@ -260,7 +260,7 @@ controls-files: $(addprefix $(SHAPES)/,shuffled/dataset.json one_object.npz draw
 CONTROLS := reports/results/shapes
 SCORE := $(COMPOSER) -n 1 eval.py
 
-controls: miniature  ## what the target of demo was chosen from: other seeds, and what has to miss it; replaces their records (an hour and more)
+controls: miniature  ## what the target of demo was chosen from: AdamW with three seeds, and what has to miss it; replaces their records (an hour and more)
 	@$(call ALONE,$(SHAPES)) $(MAKE) --no-print-directory controls-files
 	rm -rf $(CONTROLS)/guidance $(CONTROLS)/other_world $(CONTROLS)/drawn
 	$(PY) -m bench.ladder yamls/ladders/shapes.yaml runs=runs/controls
