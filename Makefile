@@ -222,7 +222,7 @@ define shown
 $(COMPOSER) -n 1 benchmark.py $(1) run_name=$(NAME) $(KEYS) | (trap '' INT; sed -u '/^Waiting up to 30 seconds/d')
 endef
 
-demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU until it is good (KEYS=seed=18)
+demo: miniature  ## render pictures, write shards, encode and stream them, train a small network on a CPU to a target (KEYS=seed=18)
 	$(call shown,yamls/shapes_muon.yaml)
 
 flux-files: $(addprefix $(SHAPES)/,moments/dataset.json held-out/dataset.json prompts.tsv)

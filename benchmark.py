@@ -1,6 +1,6 @@
 """The main job: configuration -> model, data, optimizer, callbacks -> Trainer -> one result line.
 
-    composer benchmark.py yamls/shapes.yaml                          # a tiny network on a CPU (make demo prepares its data)
+    composer benchmark.py yamls/shapes.yaml                          # a tiny network on a CPU (its data: make miniature)
     composer benchmark.py yamls/sd2_512_synthetic.yaml               # throughput of SD2 on every GPU of this machine
     composer -n 8 benchmark.py data.remote=s3://bucket/laion data.local=/tmp/laion model.weights=random max_duration=1ep
 

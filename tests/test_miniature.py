@@ -1,6 +1,6 @@
 """The miniature, shortened: its own data, encoders, scoring networks and YAML, end to end.
 
-`make demo` runs all of it; docs/miniature.md has its record.
+`make demo` runs all of it with Muon; docs/miniature.md has its record.
 """
 
 from __future__ import annotations

@@ -32,5 +32,7 @@ def test_the_target_is_met_by_each_seed_and_from_images_and_never_by_what_has_le
         assert met == [False, False, False, True, True]  # met once, met to the end
         assert record["max_duration"] == YAML.max_duration
         assert record["stage"] == ("images" if rung == "online" else "moments")
+    assert OmegaConf.load(ROOT / "yamls/shapes_muon.yaml").target == YAML.target
+    assert all(map(meets, json.loads((RECORDS.parent / "shapes_ten_seeds.json").read_text())["runs"]))
     for rung in ("untrained", "shuffled"):
         assert max(scores["clip"] for scores in record_of(rung)["evaluations"]) < 0.5
