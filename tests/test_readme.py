@@ -308,7 +308,7 @@ def test_the_rows_of_results_are_those_of_the_committed_records():
             continue
         expected = "not measured" if last.get("fid") is None else f"{last['fid']:.1f} / {last['clip']:.3f}"
         assert (speed, scores) == (f"{made['images_per_sec']:.0f}", expected), what
-        assert made["device"] == "CPU AMD EPYC, 2 threads" and hardware == "2 CPU cores"
+        assert re.fullmatch("CPU .*, 2 threads", made["device"]) and hardware == "2 CPU cores"
 
 
 def test_the_figures_of_the_pages_are_those_of_their_records():
