@@ -240,11 +240,23 @@ def test_the_state_of_an_optimizer_in_another_layout_is_laid_out_anew():
 # --- attention ---
 
 
-@pytest.mark.parametrize(("attention", "fused"), [("auto", True), ("math", False)])
+@pytest.mark.parametrize(("attention", "fused"), [("auto", True), ("float32", True), ("math", False)])
 def test_the_requested_back_end_attends(attention, fused):
     names = operations_of_a_step({"attention": attention}).names
     of_denoiser = sum("_scaled_dot_product_flash_attention_for_cpu" in name for name in names)
     assert of_denoiser >= 32 if fused else of_denoiser <= 2  # the text encoder keeps torch's choice
+
+
+def test_in_bf16_a_cpu_attends_in_float32_forward_and_backward():
+    eager, compiled = (speed.resolve_attention(SpeedKeys(key), "bf16", has_mask=True) for key in ("off", "whole"))
+    assert (eager, compiled) == ("float32", "auto")
+    query, key, value = (torch.randn(2, 3, 5, 8).bfloat16().requires_grad_() for _ in range(3))
+    attend, mask = nn.functional.scaled_dot_product_attention, torch.randn(5, 5).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16), speed.Float32Attention():
+        found = attend(query, key, value=value, attn_mask=mask)
+    wanted = attend(query.float(), key.float(), value.float(), attn_mask=mask.float())
+    gradients = [torch.autograd.grad(result.sin().sum(), (query, key, value)) for result in (found, wanted)]
+    torch.testing.assert_close([found, *gradients[0]], [wanted, *gradients[1]], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +294,8 @@ def refused(capsys, *words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("attention=cudnn", "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math."),
+        ("attention=float32 compile=blocks", "attention: float32: it breaks the graph of compile=blocks."),
+        ("attention=cudnn", "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math, float32."),
         ("compile_mode=max-autotune", "compile_mode: max-autotune, but compile=off."),
         ("cuda_graphs=true", "cuda_graphs: true, but compile=off, which has several graphs."),
         ("cuda_graphs=true compile=whole device_train_microbatch_size=4", "cuda_graphs: true, but device_train_micro"),
@@ -311,8 +324,8 @@ def test_auto_is_cudnns_attention_where_there_is_one(monkeypatch, precision, has
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     lacks_float32 = lambda name, precision, is_gpu: "computes in 16 bits" if precision == "fp32" else None  # noqa: E731
     monkeypatch.setattr(speed, "attention_problem", lacks_float32)
-    assert speed.resolve_attention("auto", precision, has_mask=has_mask) == chosen
-    assert speed.resolve_attention("math", precision, has_mask=has_mask) == "math"
+    assert speed.resolve_attention(SpeedKeys(), precision, has_mask=has_mask) == chosen
+    assert speed.resolve_attention(SpeedKeys(attention="math"), precision, has_mask=has_mask) == "math"
 
 
 def test_tensors_that_enter_or_outlive_a_cuda_graph_are_copies(monkeypatch):

@@ -28,6 +28,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import ConfigError
@@ -36,7 +37,7 @@ from common.private_api import require_private_api
 from common.value_types import limited
 from families.spec import transformer_blocks
 
-Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "xformers"]
+Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "xformers", "float32"]
 BACKEND = "inductor"  # tests that count graphs use aot_eager, which compiles no kernels
 BACK_ENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -44,7 +45,7 @@ BACK_ENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-ON_A_CPU = ("auto", "flash", "math")
+ON_A_CPU = ("auto", "flash", "math", "float32")
 ON_A_GPU = ("cuda_graphs", "cudnn_benchmark")
 NOT_COMPILED = {"compile": "off", "compile_mode": "default", "cuda_graphs": False}
 IN_16_BITS = ("flash", "cudnn")  # on a GPU they do not support float32
@@ -70,7 +71,7 @@ class SpeedKeys:
     channels_last: bool = False
     """Use NHWC tensors for convolutions."""
     attention: Attention = "auto"
-    """Attention kernel. auto: cudnn on NVIDIA GPUs without masks, else torch's choice."""
+    """Attention kernel. auto: cudnn on NVIDIA GPUs without masks, float32 in bf16 on a CPU, else torch's choice."""
     gradient_checkpointing: float = limited(0.0, 0.0, 1.0)
     """Fraction of the denoiser's blocks that are recomputed in the backward pass."""
     sharding: Literal["off", "full", "hybrid"] = "off"
@@ -101,8 +102,10 @@ class SpeedKeys:
         problems += [(key, "true needs a GPU. Leave it out on a CPU.") for key in wanted]
         if text := attention_problem(self.attention, precision, is_gpu):
             problems.append(("attention", f"{self.attention} {text}"))
-        elif self.attention == "xformers" and self.compile != "off":
-            text = f"xformers: its operators break the graph of compile={self.compile}. Use attention=auto, or compile=off."
+        elif self.attention in ("xformers", "float32") and self.compile != "off":
+            text = (
+                f"{self.attention}: it breaks the graph of compile={self.compile}. Use attention=auto, or compile=off."
+            )
             problems.append(("attention", text))
         return problems
 
@@ -138,15 +141,20 @@ def xformers_problem() -> str | None:
     return f"does not load: it is built for torch {built['torch']}, here is {torch.__version__}. Use attention=auto."
 
 
-def resolve_attention(attention: Attention, precision: str | None, *, has_mask: bool) -> Attention:
+def resolve_attention(keys: SpeedKeys, precision: str | None, *, has_mask: bool) -> Attention:
     """Return the attention kernel that `auto` stands for on this machine; `auto` itself stands for torch's choice.
 
     Args:
+        precision: of the run.
         has_mask: the family's attention takes a mask, for which cuDNN has no kernel.
     """
+    if keys.attention != "auto":
+        return keys.attention
+    if not torch.cuda.is_available():  # torch's backward pass in bf16 is slow on a CPU
+        return "float32" if precision in ("bf16", "bf16_params") and keys.compile == "off" else "auto"
     # ROCm has no cuDNN; torch chooses AOTriton's flash attention there.
-    if attention != "auto" or has_mask or not torch.cuda.is_available() or torch.version.hip is not None:
-        return attention
+    if has_mask or torch.version.hip is not None:
+        return "auto"
     return "auto" if attention_problem("cudnn", precision, is_gpu=True) else "cudnn"
 
 
@@ -158,6 +166,8 @@ def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> st
         if attention in ON_A_CPU:
             return None
         return f"needs a GPU. Possible on a CPU: {', '.join(ON_A_CPU)}."
+    if attention == "float32":
+        return "is for bf16 on a CPU. Use attention=auto."
     if attention == "xformers":
         return xformers_problem()
     if attention in IN_16_BITS and precision not in (None, "bf16", "fp16", "bf16_params"):
@@ -289,10 +299,25 @@ def attention_processor(attention: str, theirs: Any) -> Any:
             text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
             own = hidden_states.shape[1]
             # Where image and text attend to each other, the sum of their lengths is a multiple if both are.
-            with sdpa_kernel(BACK_ENDS[back_end_for(attention, (own, text or own))]):
+            back_end = back_end_for(attention, (own, text or own))
+            with Float32Attention() if back_end == "float32" else sdpa_kernel(BACK_ENDS[back_end]):
                 return super().__call__(attn, hidden_states, encoder_hidden_states, *rest, **more)
 
     return ChosenAttention()
+
+
+class Float32Attention(TorchFunctionMode):
+    """Computes attention in float32, forward and backward, also under autocast."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+
+        def wide(value: Any) -> Any:
+            return value.float() if torch.is_tensor(value) and value.is_floating_point() else value
+
+        with torch.autocast("cpu", enabled=False):
+            return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
 
 def back_end_for(attention: str, lengths: tuple[int, int]) -> str:

@@ -126,17 +126,12 @@ def test_the_kernel_of_low_memory_adamw_equals_the_operators_bit_for_bit(states,
 
 def test_the_batch_size_of_evaluation_is_tried_with_the_gradients_and_the_networks_that_measure(tmp_path, monkeypatch):
     (tmp_path / "prompts.tsv").write_text("image_id\tid\tcaption\n1\t1\ta cat\n2\t2\ta dog\n")
-    model = build_model(
-        ModelConfig(preset="tiny", weights="random"), ObjectiveConfig(), size=(64, 64), normalize="symmetric", seed=1
-    )
+    tiny, options = ModelConfig(preset="tiny", weights="random"), dict(size=(64, 64), seed=1)
+    model = build_model(tiny, ObjectiveConfig(), normalize="symmetric", **options)
     model.to_device(torch.device("cuda"), "bf16")
     found, tried = [], []
-    scorer = Scorer(
-        EvalConfig(prompts=str(tmp_path / "prompts.tsv"), clip="random", sampler="ddim"),
-        size=(64, 64),
-        seed=1,
-        on_batch_size=found.append,
-    )
+    config = EvalConfig(prompts=str(tmp_path / "prompts.tsv"), clip="random", sampler="ddim")
+    scorer = Scorer(config, on_batch_size=found.append, **options)
     generate = model.generate
 
     def scarce(text, noise, **ways):
@@ -152,28 +147,20 @@ def test_the_batch_size_of_evaluation_is_tried_with_the_gradients_and_the_networ
     assert np.isfinite(scorer.score(model, 8.0)["clip"])
 
 
-def test_no_step_waits_for_the_gpu_on_our_account(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("trainer", "key"), [("Trainer", "--use_ema"), ("NonBlockingTrainer", "async_loss=true")])
+def test_no_step_waits_for_the_gpu_on_our_account_and_with_async_loss_none_at_all(tmp_path, monkeypatch, trainer, key):
     waits = GpuWaits()
-    monkeypatch.setattr(builders, "Trainer", watched(builders.Trainer, waits, range(3, 6)))
-    words = [*TINY_RUN, "--use_synth_data", "--use_ema", "optimizer.clip_norm=1", "max_duration=8ba"]
+    monkeypatch.setattr(builders, trainer, watched(getattr(builders, trainer), waits, range(3, 6)))
+    words = [*TINY_RUN, "--use_synth_data", key, "optimizer.clip_norm=1", "max_duration=8ba"]
     words += ["measure.window_batches=20", "measure.warmup_batches=0", f"run_folder={tmp_path}", "run_name=a"]
     assert benchmark.main(words) == 0
-    assert waits.of("composer"), "its seven reads a step are not seen: the driver's warnings are not caught"
-    assert waits.of("ours") == {}
-
-
-def test_with_async_loss_no_step_waits_for_the_gpu(tmp_path, monkeypatch):
-    waits = GpuWaits()
-    monkeypatch.setattr(builders, "NonBlockingTrainer", watched(builders.NonBlockingTrainer, waits, range(3, 6)))
-    words = [*TINY_RUN, "--use_synth_data", "async_loss=true", "optimizer.clip_norm=1", "max_duration=8ba"]
-    words += ["measure.window_batches=20", "measure.warmup_batches=0", f"run_folder={tmp_path}", "run_name=a"]
-    assert benchmark.main(words) == 0
-    assert waits.found == {}
+    is_plain = trainer == "Trainer"
+    assert is_plain == bool(waits.of("composer")), "its seven reads a step: are the driver's warnings caught?"
+    assert waits.of("ours") == {} and (is_plain or waits.found == {})
 
 
 def test_figures_are_those_of_a_cpu():
-    images = torch.rand(3, 16, 3, 96, 96, generator=torch.Generator().manual_seed(1))
-    found = []
+    images, found = torch.rand(3, 16, 3, 96, 96, generator=torch.Generator().manual_seed(1)), []
     for name in ("cpu", "cuda"):
         meter = Meter(inception=None, statistics=None, resize="bilinear299", clip="random")
         with meter.on(torch.device(name)):
