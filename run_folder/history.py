@@ -113,8 +113,7 @@ class History:
 def number_of(line: Line, key: str) -> float | None:
     """Return a line's number, or None where there is none, or one that no figure can be (not finite, or beyond MOST)."""
     value = line.get(key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) <= MOST else None
+    return float(value) if type(value) in (int, float) and abs(value) <= MOST else None
 
 
 def is_run(folder: Path) -> bool:
