@@ -7,6 +7,7 @@ the numbers come from the model itself, not from a table.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,6 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import dist
@@ -44,7 +44,13 @@ OF_STEP = (STATES, EMA, BUCKETS, UPDATE)
 """Kinds of memory that forward and backward pass do not take themselves."""
 USABLE_FRACTION = 0.95  # the rest goes to fragmentation and library workspaces
 
-require_private_api("torch._subclasses.fake_tensor", "FakeTensorMode", why="a step is traced without being computed")
+require_private_api(
+    "torch",
+    "_subclasses.fake_tensor.FakeTensorMode",
+    "ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    why="a step is traced without being computed, and its FLOPs are counted",
+)
 
 
 @dataclass(frozen=True)
@@ -208,9 +214,9 @@ def measure_cost(
         model.set_compute_device(torch.device("cpu"), precision)
         model.empty_condition()  # encoded once in a run, so it is no part of a step
         is_apart = config.frozen_device == "cpu" and torch.cuda.is_available()
-        flops = _flops(model, columns, with_encoders=not is_apart)
-        checkpoint_blocks(model.denoiser, gradient_checkpointing)
-        one, two = (_saved_gib(model, columns, num_images) for num_images in (1, 2))
+        flops, one = _flops(model, columns, with_encoders=not is_apart)
+        one = _saved_gib(model, columns, 1) if checkpoint_blocks(model.denoiser, gradient_checkpointing) else one
+        two = _saved_gib(model, columns, 2)
     is_cuda_autocast = torch.cuda.is_available() and precision in AUTOCAST_DTYPES
     factor = CUDA_AUTOCAST_FACTOR if is_cuda_autocast and not is_compiled else 1.0
     base = [p for p in model.denoiser.parameters() if not p.requires_grad]  # none without an adapter
@@ -265,7 +271,9 @@ def _step(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -
     return model.loss(model(batch), batch)
 
 
-def _saved_gib(model: LatentDiffusion, columns: dict[str, Column], num_images: int) -> float:
+def _saved_gib(
+    model: LatentDiffusion, columns: dict[str, Column], num_images: int, *, with_backward: bool = False
+) -> float:
     """GiB of the distinct storages that a step keeps for the backward pass, without parameters.
 
     A block that is computed twice keeps its inputs. What the largest of them saves is there too, in its turn.
@@ -289,6 +297,8 @@ def _saved_gib(model: LatentDiffusion, columns: dict[str, Column], num_images: i
     hooks = [block.register_forward_hook(look, with_kwargs=True) for block in blocks]
     with torch.autograd.graph.saved_tensors_hooks(partial(_keep, seen), lambda tensor: tensor):
         loss = _step(model, columns, num_images)
+    if with_backward:
+        loss.backward()
     del loss
     for hook in hooks:
         hook.remove()
@@ -302,27 +312,38 @@ def _keep(storages: dict[int, torch.UntypedStorage], tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _flops(model: LatentDiffusion, columns: dict[str, Column], *, with_encoders: bool) -> dict[str, Any]:
-    """Count the FLOPs of one image's step, and of the denoiser's forward pass in it, under a Cost's names.
+def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Return the FLOPs of attention's two matrix products, from shapes (B, heads, L, D)."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
-    Attention is plain, so that the counter knows its matrix products everywhere.
-    """
-    counter, of_encoders = FlopCounterMode(display=False), FlopCounterMode(display=False)
+
+# torch's counter does not know a CPU's fused attention. What its backward pass computes again is not counted; gradients
+# that an adapter does not need are, since the kernel has no way to leave them out.
+FLOPS_OF: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda _, *shapes, **more: 2 * _attention_flops(*shapes, **more)
+    ),
+}
+
+
+def _flops(model: LatentDiffusion, columns: dict[str, Column], *, with_encoders: bool) -> tuple[dict[str, Any], float]:
+    """Trace one image's step; return its FLOPs and the denoiser's forward pass's, by a Cost's names, and _saved_gib."""
+    counter, of_encoders = (FlopCounterMode(display=False, custom_mapping=FLOPS_OF) for _ in range(2))
     ends: list[float] = []  # before and after the denoiser's forward pass
     hooks = [
         model.denoiser.register_forward_pre_hook(lambda *_: ends.append(counter.get_total_flops())),
         model.denoiser.register_forward_hook(lambda *_: ends.append(counter.get_total_flops())),
     ]
-    with sdpa_kernel(SDPBackend.MATH):
-        with counter:
-            _step(model, columns, 1).backward()
-        if not with_encoders:
-            with of_encoders:
-                model.encode(_batch(model, columns, 1))
+    with counter:
+        saved_gib = _saved_gib(model, columns, 1, with_backward=True)
+    if not with_encoders:
+        with of_encoders:
+            model.encode(_batch(model, columns, 1))
     for hook in hooks:
         hook.remove()
     in_all = float(counter.get_total_flops() - of_encoders.get_total_flops())
-    return {"flops_per_image": in_all, "forward_flops": float(ends[1] - ends[0])}
+    return {"flops_per_image": in_all, "forward_flops": float(ends[1] - ends[0])}, saved_gib
 
 
 def available_gib() -> tuple[float, str]:
