@@ -107,7 +107,7 @@ class LatentDiffusion(ComposerModel):
         self.replays_graphs = False  # the denoiser runs as CUDA graphs: see training/speed.py
         self.in_step = False  # all ranks have to call the denoiser equally often: see training/sharding.py
         self.on_losses: Callable[[Tensor, Mapping[str, Tensor]], None] | None = None  # gets each sample's loss, (B,)
-        self._autocast_dtype: torch.dtype | None = None
+        self.autocast_dtype: torch.dtype | None = None  # None: no autocast
         self._empty_condition: dict[str, Tensor] | None = None
 
     @property
@@ -138,7 +138,7 @@ class LatentDiffusion(ComposerModel):
         self.device = device
         self.objective.to(device)
         self.empty_text = {name: tokens.to(device) for name, tokens in self.empty_text.items()}
-        self._autocast_dtype = AUTOCAST_DTYPES.get(precision)
+        self.autocast_dtype = AUTOCAST_DTYPES.get(precision)
         self._empty_condition = None
         return self
 
@@ -184,7 +184,7 @@ class LatentDiffusion(ComposerModel):
     def empty_condition(self) -> dict[str, Tensor]:
         """Return the condition of the empty caption, (1, L, D); it was given, or is encoded once."""
         if self._empty_condition is None and self.empty_states is not None:
-            dtype = self._autocast_dtype or torch.float32
+            dtype = self.autocast_dtype or torch.float32
             self._empty_condition = {n: s.to(self.device, dtype) for n, s in self.empty_states.items()}
         elif self._empty_condition is None:
             states = self._encode_text(self.empty_text)
@@ -285,13 +285,13 @@ class LatentDiffusion(ComposerModel):
 
     def _autocast(self, device_type: str) -> contextlib.AbstractContextManager:
         """The run's autocast if the model is on a device of this type, else nothing."""
-        if self._autocast_dtype is None or self.device.type != device_type:
+        if self.autocast_dtype is None or self.device.type != device_type:
             return contextlib.nullcontext()
-        return torch.autocast(device_type, dtype=self._autocast_dtype)
+        return torch.autocast(device_type, dtype=self.autocast_dtype)
 
     def _frozen_autocast(self) -> contextlib.AbstractContextManager:
         """No autocast around encoders of which some stay float32: it would cast these too."""
-        is_mixed = self._autocast_dtype is not None and self.encoders.has_mixed_dtypes(self._autocast_dtype)
+        is_mixed = self.autocast_dtype is not None and self.encoders.has_mixed_dtypes(self.autocast_dtype)
         return torch.autocast(self.device.type, enabled=False) if is_mixed else contextlib.nullcontext()
 
     # --- generating ---

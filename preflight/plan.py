@@ -105,7 +105,8 @@ def format_plan(config: RunConfig) -> str:
     sizes = config.global_batch_size, config.device_train_microbatch_size
     if not _can_be_traced(config.model, config.size, config.objective.prediction, sizes):
         return to_yaml(config)
-    cost = measure_step_cost(config)
+    on_a_gpu = dataclasses.replace(config, attention="flash")  # a CPU may attend in float32
+    cost = measure_step_cost(on_a_gpu)
     values = {
         **flatten(config),
         "optimizer.lr": config.optimizer.learning_rate(config.global_batch_size),
@@ -113,7 +114,7 @@ def format_plan(config: RunConfig) -> str:
     }
     room, ema_on_device = room_of_a_rank(ranks_on_device()), has_average_on_device(config.ema)
     plan = describe(cost, values, num_ranks=dist.get_world_size(), room=room, ema_on_device=ema_on_device)
-    return to_yaml(config) + plan + f"# {on_small_cards(config)}\n"
+    return to_yaml(config) + plan + f"# {on_small_cards(on_a_gpu)}\n"
 
 
 def _can_be_traced(

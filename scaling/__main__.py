@@ -113,7 +113,7 @@ def read_run(words: ScalingCommand) -> tuple[RunSpec, RunConfig]:
         run = dataclasses.replace(run, precision="bf16")  # null is float32 on a CPU, and this is about GPUs
     try:
         resolved = resolve(run)
-        cost = measure_step_cost(resolved)
+        cost = measure_step_cost(dataclasses.replace(resolved, attention="flash"))  # a CPU may attend in float32
         return estimates.run_spec_of(resolved, cost, Path(words.yaml).stem, words.config.images), resolved
     except ValueError as error:
         raise ConfigError([f"{words.yaml}: {error}"]) from error

@@ -124,8 +124,7 @@ def test_a_body_that_is_not_the_file_is_refused(web, tmp_path, content, faults, 
 
 
 @pytest.mark.parametrize(
-    ("status", "tries", "message"),
-    [(404, 1, "HTTP 404 (Not Found)"), (429, 3, "HTTP 429"), (503, 3, "HTTP 503")],
+    ("status", "tries", "message"), [(404, 1, "HTTP 404 (Not Found)"), (429, 3, "HTTP 429"), (503, 3, "HTTP 503")]
 )
 def test_an_answer_without_the_file_is_reported_and_tried_again_where_that_helps(web, tmp_path, status, tries, message):  # noqa: F811
     web.put("a.bin", CONTENT, statuses=[status] * 9)

@@ -12,14 +12,7 @@ from test_golden import golden, relative_error, small_family, small_unet
 from torch import Tensor
 
 from families.objectives import rescale_to_zero_terminal_snr, scaled_linear_alphas_cumprod
-from families.sampling import (
-    SAMPLERS,
-    build_scheduler,
-    prompt_generator,
-    prompt_noise,
-    sample,
-    split_by_rank,
-)
+from families.sampling import SAMPLERS, build_scheduler, prompt_generator, prompt_noise, sample, split_by_rank
 
 MEAN, STD = 0.7, 0.5  # of the Gaussian data in the closed forms
 ALPHA_BAR = scaled_linear_alphas_cumprod()

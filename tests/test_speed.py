@@ -133,6 +133,7 @@ def denoiser_of(keys: dict, denoiser: nn.Module | None = None) -> SimpleNamespac
         torch.manual_seed(1)
         denoiser = load_family("sd2", "tiny", "stock").build_denoiser()
     network = SimpleNamespace(denoiser=denoiser, frozen={}, memory_format=torch.contiguous_format, replays_graphs=False)
+    network.autocast_dtype = None
     speed.apply(network, SpeedKeys(**keys))
     return network
 
@@ -197,22 +198,25 @@ def test_too_many_shapes_are_an_error_and_no_silent_return_to_eager(graphs_alone
 
 
 class Operations(TorchDispatchMode):
-    """Records the name of each operation, and for each convolution whether its input is in NHWC."""
+    """Records the name of each operation, of each convolution whether its input is in NHWC, and attention's types."""
 
     def __init__(self):
         super().__init__()
         self.names: list[str] = []
         self.is_nhwc: list[bool] = []
+        self.attended: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(str(func))
         if func is torch.ops.aten.convolution.default:
             self.is_nhwc.append(args[0].is_contiguous(memory_format=torch.channels_last))
+        if "attention" in self.names[-1]:
+            self.attended.append(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
 
-def operations_of_a_step(keys: dict) -> Operations:
-    model = model_of(keys, "sd2").train()
+def operations_of_a_step(keys: dict, precision: str = "fp32") -> Operations:
+    model = model_of(keys, "sd2", precision=precision).train()
     batch = batch_of(model, 0)
     with Operations() as operations:
         model(batch)
@@ -240,16 +244,21 @@ def test_the_state_of_an_optimizer_in_another_layout_is_laid_out_anew():
 # --- attention ---
 
 
-@pytest.mark.parametrize(("attention", "fused"), [("auto", True), ("float32", True), ("math", False)])
+@pytest.mark.parametrize(("attention", "fused"), [("auto", True), ("math", False)])
 def test_the_requested_back_end_attends(attention, fused):
     names = operations_of_a_step({"attention": attention}).names
     of_denoiser = sum("_scaled_dot_product_flash_attention_for_cpu" in name for name in names)
     assert of_denoiser >= 32 if fused else of_denoiser <= 2  # the text encoder keeps torch's choice
 
 
-def test_in_bf16_a_cpu_attends_in_float32_forward_and_backward():
-    eager, compiled = (speed.resolve_attention(SpeedKeys(key), "bf16", has_mask=True) for key in ("off", "whole"))
-    assert (eager, compiled) == ("float32", "auto")
+@pytest.mark.parametrize(("attention", "dtype"), [("auto", torch.float32), ("flash", torch.bfloat16)])
+def test_in_bf16_a_cpu_attends_in_float32_unless_another_attention_is_given_or_it_is_compiled(attention, dtype):
+    operations = operations_of_a_step({"attention": attention}, "bf16")
+    assert sum(attended is dtype for attended in operations.attended) >= 32
+    assert not speed.attends_in_float32(SpeedKeys("whole"), torch.bfloat16)
+
+
+def test_attention_in_float32_is_that_of_float32_forward_and_backward():
     query, key, value = (torch.randn(2, 3, 5, 8).bfloat16().requires_grad_() for _ in range(3))
     attend, mask = nn.functional.scaled_dot_product_attention, torch.randn(5, 5).bfloat16()
     with torch.autocast("cpu", torch.bfloat16), speed.Float32Attention():
@@ -294,8 +303,7 @@ def refused(capsys, *words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("attention=float32 compile=blocks", "attention: float32: it breaks the graph of compile=blocks."),
-        ("attention=cudnn", "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math, float32."),
+        ("attention=cudnn", "attention: cudnn needs a GPU. Possible on a CPU: auto, flash, math."),
         ("compile_mode=max-autotune", "compile_mode: max-autotune, but compile=off."),
         ("cuda_graphs=true", "cuda_graphs: true, but compile=off, which has several graphs."),
         ("cuda_graphs=true compile=whole device_train_microbatch_size=4", "cuda_graphs: true, but device_train_micro"),
@@ -324,8 +332,8 @@ def test_auto_is_cudnns_attention_where_there_is_one(monkeypatch, precision, has
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     lacks_float32 = lambda name, precision, is_gpu: "computes in 16 bits" if precision == "fp32" else None  # noqa: E731
     monkeypatch.setattr(speed, "attention_problem", lacks_float32)
-    assert speed.resolve_attention(SpeedKeys(), precision, has_mask=has_mask) == chosen
-    assert speed.resolve_attention(SpeedKeys(attention="math"), precision, has_mask=has_mask) == "math"
+    assert speed.resolve_attention("auto", precision, has_mask=has_mask) == chosen
+    assert speed.resolve_attention("math", precision, has_mask=has_mask) == "math"
 
 
 def test_tensors_that_enter_or_outlive_a_cuda_graph_are_copies(monkeypatch):

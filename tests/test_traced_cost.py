@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from families.encoders import ModelConfig
 from families.objectives import ObjectiveConfig
 from model import build_model
-from training import memory
+from training import memory, speed
 from training.memory import Cost, measure_cost, memory_problem
+from training.speed import SpeedKeys
 
 GIB = 2**30
 TINY = ModelConfig(family="shapes", preset="tiny", weights="random")
@@ -68,6 +69,18 @@ def test_the_traced_cost_of_encoders_and_saved_tensors_is_that_of_a_real_step():
     assert encoded.flops_per_image - stored.flops_per_image == counter.get_total_flops() > 0
     assert of_images.flops_per_image > encoded.flops_per_image, "the VAE encodes in the step"
     assert dataclasses.replace(stored, flops_per_image=encoded.flops_per_image) == encoded
+
+
+def test_attention_that_a_cpu_computes_in_float32_is_in_the_memory_of_a_step_in_bf16():
+    model = build_model(TINY, ObjectiveConfig(), size=(64, 64), normalize="symmetric", seed=0)
+    speed.apply(model.to_device(torch.device("cpu"), "bf16"), SpeedKeys())
+    columns = model.family.columns("moments", (64, 64))
+    one, two = (memory._saved_gib(model, columns, num) for num in (1, 2))
+    options = dict(stage="moments", size=(64, 64), precision="bf16")
+    costs = [measure_cost(TINY, ObjectiveConfig(), **options, float32_attention=is_wide) for is_wide in (False, True)]
+    assert costs[1].activation_gib_per_image == pytest.approx(two - one, rel=0.1)
+    assert costs[0].activation_gib_per_image < 0.9 * (two - one)
+    assert costs[0].flops_per_image == costs[1].flops_per_image
 
 
 # 1 GiB with gradients and optimizer.

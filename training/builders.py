@@ -58,7 +58,7 @@ from mds.dataset import Dataset
 from mds.loader import Loader
 from mds.mixture import StreamConfig, bucket_sizes_of, name_datasets, resolve_streams
 from mds.reader import BatchDataset
-from model import LatentDiffusion
+from model import AUTOCAST_DTYPES, LatentDiffusion
 from ranks import collectives
 from run_folder.environment import device_name, start_cpu_query
 from run_folder.files import EVAL_PARTS, ConfigFiles, keep_keys, saved_batch_size
@@ -638,7 +638,6 @@ traced_cost = functools.cache(measure_cost)  # it takes seconds, and a start ask
 
 def measure_step_cost(config: RunConfig) -> Cost:
     """Return the cost of a training step of a resolved run's model. Raises ValueError: a user's own family fails in it."""
-    assert config.precision is not None
     with name_plugin("model.family", config.model.family):
         cost = traced_cost(
             config.model,
@@ -647,9 +646,10 @@ def measure_step_cost(config: RunConfig) -> Cost:
             stored_text=config.data.text == "stored",
             has_encoders=needs_encoders(config),
             size=config.size,
-            precision=config.precision,
+            precision=config.precision or "fp32",
             is_compiled=config.compile != "off",
             gradient_checkpointing=config.gradient_checkpointing,
+            float32_attention=speed.attends_in_float32(config, AUTOCAST_DTYPES.get(config.precision or "")),
             lora=(config.lora.rank, tuple(config.lora.targets or ())) if config.lora.rank else None,
         )
     how = config.sharding if sharding.is_sharded(config.sharding) else "off"

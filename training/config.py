@@ -189,7 +189,7 @@ def resolve(config: Config) -> Config:
         data=config.data.with_num_nodes(collectives.num_nodes()),
         precision=precision,
         attention=speed.resolve_attention(
-            config, precision, has_mask="mask" in family.columns("moments", config.size, stored_text=True)
+            config.attention, precision, has_mask="mask" in family.columns("moments", config.size, stored_text=True)
         ),
         device_train_microbatch_size=config.device_train_microbatch_size or batch // dist.get_world_size(),
         num_frames=config.size[2] if len(config.size) > 2 else None,

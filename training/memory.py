@@ -32,7 +32,7 @@ from families.objectives import ObjectiveConfig
 from families.spec import Column
 from model import AUTOCAST_DTYPES, LatentDiffusion, build_model, cast_weights, weights_dtype, zero_states
 from training import low_memory_adamw, muon
-from training.speed import checkpoint_blocks, denoiser_parts
+from training.speed import Float32Attention, checkpoint_blocks, denoiser_parts
 from weights.tensors import build_on_meta, is_out_of_memory, iterate_tensors
 
 # CUDA's autocast keeps outputs of normalizations in float32, the CPU's does not: 1.14 against 0.88 GiB per image for the SD2
@@ -184,6 +184,7 @@ def measure_cost(
     precision: str,
     is_compiled: bool = False,
     gradient_checkpointing: float = 0.0,
+    float32_attention: bool = False,
     lora: tuple[int, Sequence[str]] | None = None,
 ) -> Cost:
     """Trace a training step with one and with two images; takes about 5 s for SD2 at 512 px.
@@ -193,22 +194,16 @@ def measure_cost(
     Args:
         stage, stored_text: what a batch has, see families.spec.Family.columns.
         has_encoders: False: batches have all that the encoders make, and none is built.
+        float32_attention: see training.speed.attends_in_float32.
         lora: rank and targets of an adapter; None: the denoiser itself is trained.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    config = replace(config, weights=RANDOM)
     empty = None if has_encoders else zero_states(load_family(config.family, config.preset, config.variant), size)
-    options: dict[str, Any] = dict(size=size, normalize="symmetric", seed=0, empty_states=empty)
-    model = build_on_meta(lambda: build_model(config, objective, **options))
+    model = build_on_meta(lambda: _build_in_precision(config, objective, size, empty, precision, lora))
     columns = model.family.columns(stage, size, stored_text=stored_text)
-    dtype = AUTOCAST_DTYPES.get(precision)
-    if lora is not None:
-        resolved = LoraConfig(lora[0]).resolved(lora[1])
-        build_on_meta(lambda: add_adapter(model, resolved, base=None, seed=0, base_dtype=dtype))
-    model.encoders.to(torch.device("meta"), dtype or torch.float32)
-    cast_weights(model.denoiser, precision)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    attention = Float32Attention() if float32_attention else contextlib.nullcontext()
+    with FakeTensorMode(allow_non_fake_inputs=True), attention:
         for module in (model.denoiser, *model.encoders.modules.values()):
             module.to_empty(device="cpu")
         model.set_compute_device(torch.device("cpu"), precision)
@@ -233,6 +228,24 @@ def measure_cost(
         precision=precision,
         base_gib=sum(p.numel() * p.element_size() for p in base) / 2**30,
     )
+
+
+def _build_in_precision(
+    config: ModelConfig,
+    objective: ObjectiveConfig,
+    size: ImageSize,
+    empty: Mapping[str, Tensor] | None,
+    precision: str,
+    lora: tuple[int, Sequence[str]] | None,
+) -> LatentDiffusion:
+    """Return the model with its adapter on the meta device, in the types of a run in this precision."""
+    options: dict[str, Any] = dict(size=size, normalize="symmetric", seed=0, empty_states=empty)
+    model, dtype = build_model(replace(config, weights=RANDOM), objective, **options), AUTOCAST_DTYPES.get(precision)
+    if lora is not None:
+        add_adapter(model, LoraConfig(lora[0]).resolved(lora[1]), base=None, seed=0, base_dtype=dtype)
+    model.encoders.to(torch.device("meta"), dtype or torch.float32)
+    cast_weights(model.denoiser, precision)
+    return model
 
 
 def _sizes(denoiser: nn.Module) -> dict[str, Any]:

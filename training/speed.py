@@ -37,7 +37,7 @@ from common.private_api import require_private_api
 from common.value_types import limited
 from families.spec import transformer_blocks
 
-Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "xformers", "float32"]
+Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "xformers"]
 BACKEND = "inductor"  # tests that count graphs use aot_eager, which compiles no kernels
 BACK_ENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -45,7 +45,7 @@ BACK_ENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-ON_A_CPU = ("auto", "flash", "math", "float32")
+ON_A_CPU = ("auto", "flash", "math")
 ON_A_GPU = ("cuda_graphs", "cudnn_benchmark")
 NOT_COMPILED = {"compile": "off", "compile_mode": "default", "cuda_graphs": False}
 IN_16_BITS = ("flash", "cudnn")  # on a GPU they do not support float32
@@ -71,7 +71,7 @@ class SpeedKeys:
     channels_last: bool = False
     """Use NHWC tensors for convolutions."""
     attention: Attention = "auto"
-    """Attention kernel. auto: cudnn on NVIDIA GPUs without masks, float32 in bf16 on a CPU, else torch's choice."""
+    """Attention kernel. auto: cudnn on NVIDIA GPUs without masks, else torch's choice; float32 on a CPU, unless compiled."""
     gradient_checkpointing: float = limited(0.0, 0.0, 1.0)
     """Fraction of the denoiser's blocks that are recomputed in the backward pass."""
     sharding: Literal["off", "full", "hybrid"] = "off"
@@ -102,10 +102,8 @@ class SpeedKeys:
         problems += [(key, "true needs a GPU. Leave it out on a CPU.") for key in wanted]
         if text := attention_problem(self.attention, precision, is_gpu):
             problems.append(("attention", f"{self.attention} {text}"))
-        elif self.attention in ("xformers", "float32") and self.compile != "off":
-            text = (
-                f"{self.attention}: it breaks the graph of compile={self.compile}. Use attention=auto, or compile=off."
-            )
+        elif self.attention == "xformers" and self.compile != "off":
+            text = f"xformers: its operators break the graph of compile={self.compile}. Use attention=auto, or compile=off."
             problems.append(("attention", text))
         return problems
 
@@ -141,20 +139,15 @@ def xformers_problem() -> str | None:
     return f"does not load: it is built for torch {built['torch']}, here is {torch.__version__}. Use attention=auto."
 
 
-def resolve_attention(keys: SpeedKeys, precision: str | None, *, has_mask: bool) -> Attention:
+def resolve_attention(attention: Attention, precision: str | None, *, has_mask: bool) -> Attention:
     """Return the attention kernel that `auto` stands for on this machine; `auto` itself stands for torch's choice.
 
     Args:
-        precision: of the run.
         has_mask: the family's attention takes a mask, for which cuDNN has no kernel.
     """
-    if keys.attention != "auto":
-        return keys.attention
-    if not torch.cuda.is_available():  # torch's backward pass in bf16 is slow on a CPU
-        return "float32" if precision in ("bf16", "bf16_params") and keys.compile == "off" else "auto"
     # ROCm has no cuDNN; torch chooses AOTriton's flash attention there.
-    if has_mask or torch.version.hip is not None:
-        return "auto"
+    if attention != "auto" or has_mask or not torch.cuda.is_available() or torch.version.hip is not None:
+        return attention
     return "auto" if attention_problem("cudnn", precision, is_gpu=True) else "cudnn"
 
 
@@ -166,8 +159,6 @@ def attention_problem(attention: str, precision: str | None, is_gpu: bool) -> st
         if attention in ON_A_CPU:
             return None
         return f"needs a GPU. Possible on a CPU: {', '.join(ON_A_CPU)}."
-    if attention == "float32":
-        return "is for bf16 on a CPU. Use attention=auto."
     if attention == "xformers":
         return xformers_problem()
     if attention in IN_16_BITS and precision not in (None, "bf16", "fp16", "bf16_params"):
@@ -186,6 +177,7 @@ class SpeedModel(Protocol):
     """The interface of a model for `apply`, e.g. `model.LatentDiffusion`."""
 
     denoiser: nn.Module
+    autocast_dtype: torch.dtype | None
     memory_format: torch.memory_format
     replays_graphs: bool
 
@@ -203,10 +195,11 @@ def apply(model: SpeedModel, keys: SpeedKeys, *, num_sizes: int = 1) -> None:
         torch.backends.cudnn.benchmark = True
     if keys.channels_last:
         use_channels_last(model)
-    if keys.attention != "auto":
+    is_float32 = attends_in_float32(keys, model.autocast_dtype)
+    if is_float32 or keys.attention != "auto":
         for attention in attentions(model.denoiser):
             kind: Any = type(attention.processor)
-            attention.processor = attention_processor(keys.attention, kind)
+            attention.processor = attention_processor("float32" if is_float32 else keys.attention, kind)
     checkpoint_blocks(model.denoiser, keys.gradient_checkpointing)
     if keys.compile != "off":
         compile_networks(model, keys, num_sizes)
@@ -271,6 +264,15 @@ def _nhwc_transformer() -> type[nn.Module]:
 # --- attention ---
 
 
+def attends_in_float32(keys: SpeedKeys, autocast_dtype: torch.dtype | None) -> bool:
+    """True where a CPU in bf16 computes attention in float32, since torch's backward pass in bf16 is slow there.
+
+    Not in a compiled network: dynamo of torch 2.10 cannot trace Float32Attention around FLUX.1's attention.
+    """
+    is_free = keys.attention == "auto" and keys.compile == "off"
+    return is_free and autocast_dtype == torch.bfloat16 and not torch.cuda.is_available()
+
+
 def attentions(denoiser: nn.Module) -> list[Any]:
     """Return a denoiser's attention layers, each with its `processor`; not every class of diffusers lists them itself."""
     return [module for module in denoiser.modules() if hasattr(module, "processor")]
@@ -278,7 +280,7 @@ def attentions(denoiser: nn.Module) -> list[Any]:
 
 @functools.cache
 def attention_processor(attention: str, theirs: Any) -> Any:
-    """Return a diffusers attention processor for one back-end. `theirs`: the class that the network has."""
+    """Return a diffusers attention processor for one back-end, or float32. `theirs`: the class that the network has."""
     from diffusers.models.attention_processor import AttnProcessor2_0, XFormersAttnProcessor
 
     if attention == "xformers":
@@ -307,7 +309,7 @@ def attention_processor(attention: str, theirs: Any) -> Any:
 
 
 class Float32Attention(TorchFunctionMode):
-    """Computes attention in float32, forward and backward, also under autocast."""
+    """Computes attention in float32, forward and backward, also under a CPU's autocast."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not nn.functional.scaled_dot_product_attention:
