@@ -209,7 +209,7 @@ def measure_cost(
         model.set_compute_device(torch.device("cpu"), precision)
         model.empty_condition()  # encoded once in a run, so it is no part of a step
         is_apart = config.frozen_device == "cpu" and torch.cuda.is_available()
-        flops, one = _flops(model, columns, with_encoders=not is_apart)
+        flops, one = _trace_one_image(model, columns, with_encoders=not is_apart)
         one = _saved_gib(model, columns, 1) if checkpoint_blocks(model.denoiser, gradient_checkpointing) else one
         two = _saved_gib(model, columns, 2)
     is_cuda_autocast = torch.cuda.is_available() and precision in AUTOCAST_DTYPES
@@ -340,7 +340,9 @@ FLOPS_OF: dict[Any, Any] = {
 }
 
 
-def _flops(model: LatentDiffusion, columns: dict[str, Column], *, with_encoders: bool) -> tuple[dict[str, Any], float]:
+def _trace_one_image(
+    model: LatentDiffusion, columns: dict[str, Column], *, with_encoders: bool
+) -> tuple[dict[str, Any], float]:
     """Trace one image's step; return its FLOPs and the denoiser's forward pass's, by a Cost's names, and _saved_gib."""
     counter, of_encoders = (FlopCounterMode(display=False, custom_mapping=FLOPS_OF) for _ in range(2))
     ends: list[float] = []  # before and after the denoiser's forward pass
