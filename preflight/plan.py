@@ -105,16 +105,17 @@ def format_plan(config: RunConfig) -> str:
     sizes = config.global_batch_size, config.device_train_microbatch_size
     if not _can_be_traced(config.model, config.size, config.objective.prediction, sizes):
         return to_yaml(config)
-    on_a_gpu = dataclasses.replace(config, attention="flash")  # a CPU may attend in float32
-    cost = measure_step_cost(on_a_gpu)
+    for_gpus = dataclasses.replace(config, attention="flash")  # a CPU may attend in float32
+    cost, on_a_gpu = measure_step_cost(config), measure_step_cost(for_gpus)
     values = {
         **flatten(config),
         "optimizer.lr": config.optimizer.learning_rate(config.global_batch_size),
         "device_train_microbatch_size": planned_microbatch(config, cost),
     }
     room, ema_on_device = room_of_a_rank(ranks_on_device()), has_average_on_device(config.ema)
-    plan = describe(cost, values, num_ranks=dist.get_world_size(), room=room, ema_on_device=ema_on_device)
-    return to_yaml(config) + plan + f"# {on_small_cards(on_a_gpu)}\n"
+    num_ranks = dist.get_world_size()
+    plan = describe(cost, on_a_gpu, values, num_ranks=num_ranks, room=room, ema_on_device=ema_on_device)
+    return to_yaml(config) + plan + f"# {on_small_cards(for_gpus)}\n"
 
 
 def _can_be_traced(
@@ -129,11 +130,13 @@ def _can_be_traced(
     return is_batch and prediction in family.predictions
 
 
-def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str, ema_on_device: bool) -> str:
+def describe(
+    cost: Cost, on_a_gpu: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str, ema_on_device: bool
+) -> str:
     """Return the plan of a run, lines that begin with "# ".
 
     Args:
-        cost: of one training step, traced.
+        cost, on_a_gpu: of one training step, traced: on this machine, and with a GPU's attention.
         values: key -> value of the resolved run, as `config.flatten` gives them, with `optimizer.lr` filled in. Microbatch
             and global batch size are at least 1. For every other invalid value, its line is left out.
         num_ranks: over all machines.
@@ -158,7 +161,7 @@ def describe(cost: Cost, values: Mapping[str, Any], *, num_ranks: int, room: str
         f"memory of one device at {pluralize(microbatch, 'image')} a pass in {values['precision']}, GiB:",
         *_memory(cost, microbatch, room, ema=ema_on_device),
         *on_host,
-        *smallest_num_cards(cost, values),
+        *smallest_num_cards(on_a_gpu, values),
         f"full checkpoint: {three_digits(cost.checkpoint_gib(ema=bool(values['ema.enabled'])))} GiB",
         *_duration(values, speed := _speed(values, num_ranks, cost)),
         *_target(values, speed.rate),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
@@ -21,11 +22,11 @@ RUN |= {"model.family": "sd2", "model.variant": "mlperf", "measure.expected_imag
 RUN |= {"model.frozen_device": "device", "ema.device": "model"}
 
 
-def lines(cost: Cost = COST, *, ranks: int = 8, ema: bool = False, **values) -> list[str]:
+def lines(cost: Cost = COST, *, on_a_gpu: Cost | None = None, ranks: int = 8, ema: bool = False, **values) -> list[str]:
     """The plan's lines without their "# "; a dot of a key is written as two underlines."""
     changed = {key.replace("__", "."): value for key, value in values.items()}
     room = "this GPU (N) has 80.0, of which 76.0 can be used"
-    text = plan.describe(cost, {**RUN, **changed}, num_ranks=ranks, room=room, ema_on_device=ema)
+    text = plan.describe(cost, on_a_gpu or cost, {**RUN, **changed}, num_ranks=ranks, room=room, ema_on_device=ema)
     assert text.endswith("\n") and all(line.startswith("# ") for line in text.splitlines())
     return [line[2:] for line in text.splitlines()]
 
@@ -46,6 +47,8 @@ target: FID 90 or less and CLIP 0.15 or more on one checkpoint; one every 2,000 
 no deviation from the reference's constants (data, encoders and precision are not compared)"""
     assert [line for line in printed if line in expected.splitlines()] == expected.splitlines()[1:]
     assert set(plan.smallest_num_cards(COST, RUN)) < set(printed)  # see tests/test_memory.py
+    large = dataclasses.replace(COST, trained_parameters=10**11)
+    assert set(plan.smallest_num_cards(large, RUN)) < set(lines(on_a_gpu=large)) - set(printed)
 
 
 def test_the_rows_of_the_memory_sum_to_what_the_check_before_a_run_asks_for(monkeypatch):

@@ -612,9 +612,8 @@ def build_samples(config: RunConfig, model: LatentDiffusion, context: EvalContex
 
 def how_to_resume(config: RunConfig) -> str:
     """Return what resumes a run: the same command, with the name that the run was given where it had none."""
-    name = config.run_name or ""
-    is_made_up = re.fullmatch(rf"{re.escape(name_without_time(config))}-\d{{8}}-\d{{6}}-\d+", name)
-    return "The same command" + (f" with run_name={name}" if is_made_up else "")
+    made_up = re.fullmatch(rf"{re.escape(name_without_time(config))}-\d{{8}}-\d{{6}}-\d+", config.run_name or "")
+    return "The same command" + (f" with run_name={made_up[0]}" if made_up else "")
 
 
 def advice_after_signal(config: RunConfig | None) -> str:
@@ -638,6 +637,7 @@ traced_cost = functools.cache(measure_cost)  # it takes seconds, and a start ask
 
 def measure_step_cost(config: RunConfig) -> Cost:
     """Return the cost of a training step of a resolved run's model. Raises ValueError: a user's own family fails in it."""
+    assert config.precision is not None
     with name_plugin("model.family", config.model.family):
         cost = traced_cost(
             config.model,
@@ -646,10 +646,10 @@ def measure_step_cost(config: RunConfig) -> Cost:
             stored_text=config.data.text == "stored",
             has_encoders=needs_encoders(config),
             size=config.size,
-            precision=config.precision or "fp32",
+            precision=config.precision,
             is_compiled=config.compile != "off",
             gradient_checkpointing=config.gradient_checkpointing,
-            float32_attention=speed.attends_in_float32(config, AUTOCAST_DTYPES.get(config.precision or "")),
+            float32_attention=speed.attends_in_float32(config, AUTOCAST_DTYPES.get(config.precision)),
             lora=(config.lora.rank, tuple(config.lora.targets or ())) if config.lora.rank else None,
         )
     how = config.sharding if sharding.is_sharded(config.sharding) else "off"

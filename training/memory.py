@@ -189,7 +189,8 @@ def measure_cost(
 ) -> Cost:
     """Trace a training step with one and with two images; takes about 5 s for SD2 at 512 px.
 
-    The FLOPs are the model's own. Recomputation in checkpointed blocks is not counted, nor are encoders on another device.
+    The FLOPs are the model's own, and attention's for all gradients of its inputs, also where an adapter needs fewer.
+    Recomputation in checkpointed blocks is not counted, nor are encoders on another device.
 
     Args:
         stage, stored_text: what a batch has, see families.spec.Family.columns.
@@ -210,7 +211,8 @@ def measure_cost(
         model.empty_condition()  # encoded once in a run, so it is no part of a step
         is_apart = config.frozen_device == "cpu" and torch.cuda.is_available()
         flops, one = _trace_one_image(model, columns, with_encoders=not is_apart)
-        one = _saved_gib(model, columns, 1) if checkpoint_blocks(model.denoiser, gradient_checkpointing) else one
+        if checkpoint_blocks(model.denoiser, gradient_checkpointing):
+            one = _saved_gib(model, columns, 1)
         two = _saved_gib(model, columns, 2)
     is_cuda_autocast = torch.cuda.is_available() and precision in AUTOCAST_DTYPES
     factor = CUDA_AUTOCAST_FACTOR if is_cuda_autocast and not is_compiled else 1.0
@@ -330,8 +332,7 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
-# torch's counter does not know a CPU's fused attention. What its backward pass computes again is not counted; gradients
-# that an adapter does not need are, since the kernel has no way to leave them out.
+# torch's counter does not know a CPU's fused attention. What its backward pass computes again is not counted.
 FLOPS_OF: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
